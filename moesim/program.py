@@ -1,0 +1,113 @@
+"""What does one training step look like to a clock? (The one input of the bound, path and engine evaluators.)
+
+A Program is a set of ranks; each rank plays its list of actions in order; each action is a Body of Tasks. A Task is one
+kernel, or a run of kernels on one stream fused into one. Everything about order is fixed here, before any evaluator runs:
+
+* host: a rank's host issues the tasks of a body in listed order, paying ``host_s`` for each; a task can't start before it is
+  issued. ``blocks_host`` makes the host wait for the task's end (a device-to-host copy). The host may start issuing the
+  action at position i of its rank only when the action at position i - ``run_ahead`` has ended on all its streams.
+* streams: tasks on one stream of one rank run in listed order, one at a time. ``deps`` are earlier tasks of the same body.
+* input: a task with ``input`` = j waits for the arrival of what the j-th action of the entry needs (0 for a plain action, 0
+  or 1 in a pair); ``output`` = j marks the task whose end completes the j-th action for its consumers.
+* F of virtual stage v > 0 needs F of v-1 (same microbatch); B or I of v < last needs B or I of v+1; B or I of the last stage
+  needs its own F. When producer and consumer live on different ranks a Transfer of its own duration lies between, on the
+  sender's "send" stream of that direction; on the same rank the edge is free.
+* prologue: per rank, tasks on the data stream at the start of the step (parameter gathers); ``gates[rank][chunk]`` is the
+  prologue task that the first action of that local chunk waits for (-1: none).
+* epilogue: per rank, tasks after the last action. ``after`` = local chunk whose last backward (B or W) must have ended, -1 for
+  none. A task with ``barrier`` = b starts only when every rank has reached its task with that barrier number (gradient-norm
+  all-reduce): all of them start together. The step ends when every rank's epilogue has ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Mapping, Union
+
+from moesim.schedules import Action, Pair
+
+COMPUTE, COMM, DATA, SEND_NEXT, SEND_PREV = range(5)
+STREAMS = ("compute", "comm", "data", "send_next", "send_prev")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One run of kernels on one stream.
+
+    seconds: solo duration of the run. host_s: host time to issue all of it. lag_s: least time from the moment the host starts
+    issuing the run to its end on a free stream; for one kernel host_s + seconds, for a fused run the maximum over its kernels
+    i of (host time up to and including i) + (device time from i on).
+    uses: (resource name, share of its capacity taken at solo speed). sms: SMs held while running (0 = takes what is left).
+    """
+
+    name: str
+    kind: str
+    stream: int
+    seconds: float
+    host_s: float = 0.0
+    lag_s: float = -1.0
+    deps: tuple[int, ...] = ()
+    uses: tuple[tuple[str, float], ...] = ()
+    sms: int = 0
+    blocks_host: bool = False
+    input: int = -1
+    output: int = -1
+    after: int = -1
+    barrier: int = -1
+    terms: tuple[tuple[str, str, float], ...] = ()
+    """(role, profile term, seconds) of the kernels inside; the seconds sum to ``seconds``. Roles feed the breakdown, profile
+    terms carry provenance and error: a Monte-Carlo draw multiplies each part by its term's factor."""
+    group: int = -1
+    """Rendezvous group in a program with every rank played: tasks of the same group (same position in their rank's order)
+    start together and end together. -1: private to the rank (a representative rank stands for its peers)."""
+
+    def __post_init__(self) -> None:
+        if self.lag_s < 0:
+            object.__setattr__(self, "lag_s", self.host_s + self.seconds)
+
+
+Body = tuple[Task, ...]
+Entry = Union[Action, Pair]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Pipeline send between two neighbouring virtual stages on different ranks."""
+
+    seconds: float
+    uses: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CoRun:
+    """gamma: a running task of kind ``running`` slows to 1 / (1 + gamma) of its solo rate while one of kind ``beside`` runs."""
+
+    running: str
+    beside: str
+    gamma: float
+
+
+@dataclass(frozen=True)
+class Program:
+    orders: tuple[tuple[Entry, ...], ...]
+    placement: tuple[int, ...]
+    """virtual stage -> rank (or, with every rank played, virtual stage -> first rank; see ``peers``)."""
+    body_index: tuple[tuple[int, ...], ...]
+    """body_index[rank][i] = index in ``bodies`` of the i-th entry of that rank's order."""
+    bodies: tuple[Body, ...]
+    transfer_forward: Transfer | None = None
+    transfer_backward: Transfer | None = None
+    prologue: tuple[Body, ...] = ()
+    gates: tuple[tuple[int, ...], ...] = ()
+    epilogue: tuple[Body, ...] = ()
+    run_ahead: int = 1_000_000_000
+    gammas: tuple[CoRun, ...] = ()
+    num_sms: int = 0
+    """SMs of the GPU; 0 = not counted."""
+    peers: int = 1
+    """Ranks played per pipeline rank: rank r*peers + j holds the same virtual stages as pipeline rank r. 1 = representative."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.orders)
