@@ -23,8 +23,10 @@ class Group:
     stride: int = 1
 
     def members_within(self, span: int) -> int:
-        """How many members of the group share one tier instance that connects ``span`` consecutive ranks."""
-        return max(1, min(self.size, span // self.stride))
+        """How many members of the group share one tier instance that connects ``span`` consecutive ranks: the largest divisor
+        of the group that fits, so that groups split evenly (64 of the 72 GPUs of a rack serve a group of 64 or 128)."""
+        fits = max(1, min(self.size, span // self.stride))
+        return next(count for count in range(fits, 0, -1) if self.size % count == 0)
 
     def instances(self, span: int) -> int:
         """Over how many tier instances of ``span`` ranks does the group reach?"""
