@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import ge
 from typing import Literal, NamedTuple
 
 LETTERS = "FBIW"
@@ -139,36 +140,42 @@ def live_vectors(
     runs; both of a pair's do.
 
     by_phase: twice as many counts, first the microbatches before their B or I, then those after I and before W,
-    which hold only what the weight gradient needs.
+    which hold what the weight gradient needs. That is never more than before I, so a vector is left out also where
+    another has as many of both phases together and as many of the first.
     """
     assert len(placement) == len(orders) * num_chunks, (len(placement), len(orders), num_chunks)
     chunks = local_chunks(placement)
-    return tuple(_maximal(_peaks(order, chunks, num_chunks, by_phase)) for order in orders)
+    if not by_phase:
+        return tuple(_maximal({held for _, held in _peaks(order, chunks, num_chunks)}) for order in orders)
+    found = (_maximal({stored + held for stored, held in _peaks(order, chunks, num_chunks)}) for order in orders)
+    return tuple(tuple(_split_phases(vector, num_chunks) for vector in vectors) for vectors in found)
 
 
-def _peaks(order: Order, chunks: tuple[int, ...], num_chunks: int, by_phase: bool) -> set[tuple[int, ...]]:
-    """The counts wherever one is about to fall: no other moment can be a maximum."""
-    counts = [0] * (2 * num_chunks if by_phase else num_chunks)
-    peaks = {tuple(counts)}
+def _split_phases(vector: tuple[int, ...], num_chunks: int) -> tuple[int, ...]:
+    stored, held = vector[:num_chunks], vector[num_chunks:]
+    return stored + tuple(h - s for s, h in zip(stored, held))
+
+
+def _peaks(order: Order, chunks: tuple[int, ...], num_chunks: int) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(before B or I, before B or W) by local chunk, wherever a count is about to fall: no other moment can be a maximum."""
+    stored, held = [0] * num_chunks, [0] * num_chunks
+    peaks = set()
     for stage, letter, _ in flatten(order):
         chunk = chunks[stage]
         if letter == "F":
-            counts[chunk] += 1
-        elif letter == "B" or (letter == "W" and not by_phase):
-            peaks.add(tuple(counts))
-            counts[chunk] -= 1
-        elif by_phase:  # I moves a microbatch to the second half, W takes it from there
-            peaks.add(tuple(counts))
-            counts[chunk + num_chunks] += 1 if letter == "I" else -1
-            counts[chunk] -= letter == "I"
-    peaks.add(tuple(counts))
-    return peaks
+            stored[chunk] += 1
+            held[chunk] += 1
+            continue
+        peaks.add((tuple(stored), tuple(held)))
+        stored[chunk] -= letter in "BI"
+        held[chunk] -= letter in "BW"
+    return peaks | {(tuple(stored), tuple(held))}
 
 
 def _maximal(vectors: set[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     kept: list[tuple[int, ...]] = []
     for vector in sorted(vectors, key=lambda v: (-sum(v), v)):  # nothing later can dominate what is kept
-        if not any(all(a >= b for a, b in zip(other, vector)) for other in kept):
+        if not any(all(map(ge, other, vector)) for other in kept):
             kept.append(vector)
     return tuple(kept)
 
@@ -186,7 +193,7 @@ SCHEDULES: dict[str, Schedule] = {
     "gpipe": Schedule("gpipe", gpipe.rank_order, gpipe.refuse),
     "1f1b": Schedule("1f1b", one_f_one_b.rank_order, one_f_one_b.refuse),
     "interleaved": Schedule("interleaved", interleaved.rank_order, interleaved.refuse, num_chunks=2),
-    "interleaved_zb": Schedule("interleaved_zb", zero_bubble.rank_order_interleaved, zero_bubble.refuse_interleaved, num_chunks=2, splits_backward=True),
-    "zbv": Schedule("zbv", zero_bubble.rank_order_v, zero_bubble.refuse_v, shape="v", num_chunks=2, splits_backward=True),
+    "interleaved_zb": Schedule("interleaved_zb", interleaved.rank_order_zero_bubble, interleaved.refuse_zero_bubble, num_chunks=2, splits_backward=True),
+    "zbv": Schedule("zbv", zero_bubble.rank_order, zero_bubble.refuse, shape="v", num_chunks=2, splits_backward=True),
     "dualpipev": Schedule("dualpipev", dualpipe.rank_order, dualpipe.refuse, shape="v", num_chunks=2, splits_backward=True),
 }

@@ -1,7 +1,7 @@
 """DualPipeV: which forward runs together with which backward?
 
 DualPipe (DeepSeek-V3, arXiv:2412.19437 section 3.2.1) cut in half along its mirror line by Sea AI Lab
-(https://hackmd.io/@ufotalk/r1lVXsa9Jg): each rank holds a first-half and a second-half chunk, and in the steady
+(https://huggingface.co/blog/ufotalent/cut-in-half): each rank holds a first-half and a second-half chunk, and in the steady
 state the forward of one runs in a pair with the backward of the other, so that one's all-to-all can hide under the
 other's compute. Warm-up and cooldown split the backward as zero bubble does.
 """
