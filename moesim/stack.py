@@ -1,0 +1,148 @@
+"""What does the training software do that neither the model nor the hardware decides?
+
+A Stack counts what one framework submits, waits for and re-reads: kernel launches of the forward of one layer part, device-to-host
+waits, passes over memory, what it overlaps, and what it does where a run does not say. Values are data (scenarios/stacks/*.yaml)
+and each one carries a source and a provenance class; the seconds a launch costs belong to the hardware profile.
+"""
+
+from __future__ import annotations
+
+import difflib
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from .layout import DEFAULT_SMS, LAYOUT_FIELDS, Layout
+
+Launches = Annotated[float, Field(ge=0, le=1e5, allow_inf_nan=False)]
+Factor = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Dispatcher = Literal["alltoall", "sync_free", "dedup"]
+Graphs = Literal["none", "layer", "full"]
+Provenance = Literal["measured", "documented", "assumed"]
+
+DEGREES = ("pp", "dp", "rep", "cp", "tp", "ep", "etp", "mb", "stages")
+"""Layout fields no stack can know."""
+
+
+class Stack(BaseModel):
+    """One framework at one release family. Launches are host submissions of the forward of one layer part, in units of the
+    profile's launch time; a field named in neither `sources` nor `provenance` keeps the neutral default shown here."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    name: Annotated[str, Field(min_length=1, max_length=60)]
+    description: str
+
+    launches_attention: Launches  # norms, QKV, rotary, core, output projection, residual
+    launches_mla: Launches = 0.0  # added by latent attention
+    launches_tp: Launches = 0.0  # added to a layer by tensor parallelism with sequence parallelism
+    launches_cp: Launches = 0.0  # added to attention by context parallelism
+    launches_dense_ffn: Launches
+    launches_moe: Launches  # router, losses, permute, grouped GEMMs, unpermute, shared expert
+    launches_alltoall_extra: Launches = 0.0  # added by a dispatcher with host-side split sizes
+    launches_per_local_expert: Launches = 0.0
+    launches_head: Launches  # final norm, LM head, loss
+    backward_launch_ratio: Factor = 1.7  # backward launches over forward launches
+    fp8_launch_ratio: Factor = 1.4  # launches of a layer in an 8- or 4-bit recipe over BF16
+
+    host_waits: dict[Dispatcher, Annotated[int, Field(ge=0, le=100)]]  # device-to-host waits of one MoE layer's forward
+    local_host_waits: Annotated[int, Field(ge=0, le=100)] = 0  # the same without expert parallelism
+
+    pointwise_fusion: Factor = 1.0  # factor on the traffic of memory-bound ops: 1 = each op reads and writes once
+    permute_passes: dict[Dispatcher, Annotated[float, Field(ge=0, le=20)]]  # passes over the k*T routed rows, a layer forward
+    local_permute_passes: Annotated[float, Field(ge=0, le=20)] = 2.0
+    grouped_gemm: Literal["grouped", "loop"] = "grouped"  # one kernel for all local experts | one GEMM each
+    grad_accumulate_bytes: Annotated[float, Field(ge=0, le=64)] = 8.0  # bytes a parameter a microbatch, beyond the GEMM's operands
+    end_of_step_s: Annotated[float, Field(ge=0, le=60, allow_inf_nan=False)] = 0.0  # host work between steps nothing hides
+    graph_coverage: dict[Graphs, Share] = {"none": 0.0, "layer": 0.5, "full": 1.0}  # share of a layer's launches captured
+
+    defaults: dict[str, int | bool | str | tuple[str, ...]] = {}  # Layout fields to assume where a run is silent
+    sources: dict[str, str]  # field -> public address, or the count it comes from
+  X
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tuples(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not isinstance(data.get("defaults"), dict):
+            return data
+        return {**data, "defaults": {k: tuple(v) if isinstance(v, list) else v for k, v in data["defaults"].items()}}
+
+    @model_validator(mode="after")
+    def _check(self) -> Stack:
+        problem = _problem(self)
+        if problem:
+            raise ValueError(f"stack {self.name!r}: {problem}")
+        return self
+
+    @cached_property
+    def default_layout(self) -> Layout:
+        """The Layout of a run that says nothing but its degrees."""
+        values = dict(self.defaults)
+        if "dispatcher" in values and "sms" not in values:
+            values["sms"] = DEFAULT_SMS[values["dispatcher"]]
+        return Layout(**values)
+
+    @property
+    def grad_reduce_overlap(self) -> bool:
+        """Whether gradient reduction runs under backward unless a run says otherwise."""
+        return "grad" in self.default_layout.overlap
+
+    @property
+    def param_gather_overlap(self) -> bool:
+        """Whether the parameter gather runs under the next forward unless a run says otherwise."""
+        return "param" in self.default_layout.overlap
+
+    @property
+    def fsdp_prefetch(self) -> int:
+        """Layers gathered ahead under ZeRO-3 unless a run says otherwise."""
+        return self.default_layout.prefetch
+
+    def waits(self, dispatcher: str, ep: int) -> int:
+        """Device-to-host waits of one MoE layer's forward."""
+        return self.host_waits[dispatcher] if ep > 1 else self.local_host_waits
+
+    def permutes(self, dispatcher: str, ep: int) -> float:
+        """Passes over the routed rows in one MoE layer's forward (each reads and writes k*T rows of the hidden size)."""
+        return self.permute_passes[dispatcher] if ep > 1 else self.local_permute_passes
+
+
+def _problem(stack: Stack) -> str | None:
+    unknown = [key for key in stack.defaults if key not in LAYOUT_FIELDS or key in DEGREES]
+    if unknown:
+        return f"defaults.{unknown[0]} is not a policy of a layout; legal: {', '.join(f for f in LAYOUT_FIELDS if f not in DEGREES)}"
+    for table in ("host_waits", "permute_passes"):
+        missing = {"alltoall", "sync_free", "dedup"} - set(getattr(stack, table))
+        if missing:
+            return f"{table} lacks {', '.join(sorted(missing))}"
+    if set(stack.graph_coverage) != {"none", "layer", "full"}:
+        return "graph_coverage needs none, layer and full"
+    given = stack.model_fields_set - {"name", "description", "sources", "provenance"}
+    for kind in ("sources", "provenance"):
+        lacking = sorted(given - set(getattr(stack, kind)))
+        extra = sorted(set(getattr(stack, kind)) - given)
+        if lacking or extra:
+            return f"{kind} " + (f"lacks {', '.join(lacking)}" if lacking else f"names {extra[0]}, which is not given")
+    return None
+
+
+def stack_directory() -> Path:
+    return Path(__file__).resolve().parent.parent / "scenarios" / "stacks"
+
+
+def stack_names() -> tuple[str, ...]:
+    """Names of the shipped stacks."""
+    return tuple(sorted(p.stem for p in stack_directory().glob("*.yaml")))
+
+
+@lru_cache(maxsize=None)
+def load_stack(name: str) -> Stack:
+    """A shipped stack by name. Raises ValueError naming the nearest match."""
+    import yaml
+
+    if name not in stack_names():
+        near = difflib.get_close_matches(name, stack_names(), n=1, cutoff=0.0)
+        raise ValueError(f"stack {name!r} is not one of {', '.join(stack_names())}" + (f"; nearest {near[0]!r}" if near else ""))
+    return Stack(**yaml.safe_load((stack_directory() / f"{name}.yaml").read_text()))
