@@ -61,7 +61,7 @@ class Stack(BaseModel):
 
     defaults: dict[str, int | bool | str | tuple[str, ...]] = {}  # Layout fields to assume where a run is silent
     sources: dict[str, str]  # field -> public address, or the count it comes from
-  X
+    provenance: dict[str, Provenance]  # field -> measured | documented by the authors | assumed
 
     @model_validator(mode="before")
     @classmethod
