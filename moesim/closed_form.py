@@ -34,7 +34,7 @@ def _default_head_dim(data: dict[str, Any], numbers: dict[str, int]) -> int | No
     if data.get("attention") == "mla":
         return numbers.get("qk_nope_head_dim", 0) + numbers.get("qk_rope_head_dim", 0) or None
     heads, hidden = numbers.get("num_heads", 0), numbers.get("hidden_size", 0)
-    return hidden // heads if heads > 0 and hidden % heads == 0 else None
+    return hidden // heads if heads > 0 and hidden > 0 and hidden % heads == 0 else None
 
 
 def model_problem(m: Any) -> str | None:
