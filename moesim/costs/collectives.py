@@ -1,0 +1,127 @@
+"""How long does one collective take, and how long does it hold NVLink and the NIC?
+
+Inside a domain: whole measured curves, interpolated log-log in bytes and in members, because one latency and one bandwidth miss the
+protocol switch near 16 MiB by half. Across domains: the NVLink leg of the same curve beside a NIC leg.
+"""
+
+from __future__ import annotations
+
+from typing import Mapping, NamedTuple, Sequence
+
+import numpy as np
+
+from moesim.costs.base import Parameter
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv")
+PARAMETERS = (
+    Parameter("ring_efficiency", "share of NIC", 0.2, 1.0, 0.8),
+    Parameter("all_to_all_efficiency", "share of NIC", 0.2, 1.0, 0.92),
+    Parameter("decay", "1", 0.0, 0.5, 0.03),
+    Parameter("ring_step_s", "s", 1e-7, 1e-4, 4e-6),
+    Parameter("tree_step_s", "s", 1e-6, 3e-4, 1.5e-5),
+    Parameter("all_to_all_s", "s", 1e-6, 1e-3, 1e-4),
+    Parameter("send_s", "s", 1e-6, 1e-4, 1e-5),
+    Parameter("pair_efficiency", "share of NVLink", 0.2, 1.0, 0.83),
+    Parameter("ring_nics", "NICs a domain", 1.0, 256.0, 16.0),
+)
+
+
+class Curve(NamedTuple):
+    """Measured seconds of one kind over one number of members; bytes ascending, seconds made non-decreasing."""
+
+    bytes: np.ndarray
+    seconds: np.ndarray
+
+
+class Reach(NamedTuple):
+    """Where a group lives, one value an op: ``inside`` members share a domain, ``outside`` domains take part; link rates in
+    bytes/s per GPU and direction; ``latency`` = seconds the fabric adds a hop (0 when the transport's own figure is all there is)."""
+
+    inside: np.ndarray
+    outside: np.ndarray
+    nvlink: np.ndarray
+    nic: np.ndarray
+    latency: np.ndarray
+
+
+def curve_seconds(curve: Curve, num_bytes):
+    """Log-log interpolation; below the first point the latency floor, beyond the last the marginal rate of the last octave."""
+    inner = np.exp(np.interp(np.log(num_bytes), np.log(curve.bytes), np.log(curve.seconds)))
+    slope = (curve.seconds[-1] - curve.seconds[-2]) / (curve.bytes[-1] - curve.bytes[-2])
+    slope = max(slope, 0.5 * curve.seconds[-1] / curve.bytes[-1])
+    return np.where(num_bytes > curve.bytes[-1], curve.seconds[-1] + (num_bytes - curve.bytes[-1]) * slope, inner)
+
+
+def wire_factor(kind: str, members):
+    """Bytes each link carries over the nccl-tests size (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md)."""
+    if kind == "send_recv":
+        return np.ones_like(members, dtype=float)
+    return (2.0 if kind == "all_reduce" else 1.0) * (members - 1) / members
+
+
+def inside_seconds(curves: Mapping[int, Curve], kind: str, num_bytes, members):
+    """Seconds inside one domain. Between measured member counts: log-linear in members; beyond the largest: its curve times
+    the ratio of wire bytes, its latency floor growing by one doubling's worth a doubling."""
+    known = np.array(sorted(curves))
+    table = np.stack([curve_seconds(curves[c], num_bytes) for c in known])
+    position = np.interp(np.log2(members), np.log2(known), np.arange(len(known)))
+    low = np.clip(position.astype(int), 0, len(known) - 1)
+    high = np.minimum(low + 1, len(known) - 1)
+    share = position - low
+    column = np.arange(table.shape[1])
+    inner = np.exp((1 - share) * np.log(table[low, column]) + share * np.log(table[high, column]))
+    last = known[-1]
+    beyond = np.maximum(members, last)
+    floor = min(curves[c].seconds[0] for c in known[-1:])
+    step = max(0.0, floor - curves[known[-2]].seconds[0]) if len(known) > 1 else 0.0
+    grown = wire_factor(kind, beyond.astype(float)) / wire_factor(kind, np.array(float(last)))
+    return inner * grown + step * np.log2(beyond / last)
+
+
+def seconds(params, curves: Mapping[str, Mapping[int, Curve]], kind: str, num_bytes, reach: Reach):
+    """(seconds, NVLink busy seconds, NIC busy seconds), one an op; busy = wire bytes over the link's line rate.
+
+    A ring crosses each domain boundary once a byte and shares it among the domain's NICs; an all-to-all can't pool NICs: each rank
+    sends its own outside part through its own (https://github.com/NVIDIA/nccl-tests/issues/267). Groups of one cost nothing.
+    """
+    inside, outside = reach.inside.astype(float), reach.outside.astype(float)
+    members = inside * outside
+    if kind == "send_recv":
+        return _send(params, num_bytes, reach)
+    nv_bytes, nic_bytes = leg_bytes(params, kind, num_bytes, inside, outside)
+    nv = np.zeros_like(members)
+    local = inside > 1
+    if local.any():
+        share = nv_bytes[local] / wire_factor(kind, inside[local])
+        nv[local] = inside_seconds(curves[kind], kind, np.maximum(share, 1.0), inside[local])
+    efficiency = params["all_to_all_efficiency" if kind == "all_to_all" else "ring_efficiency"] * outside ** -params["decay"]
+    nic = nic_bytes / (reach.nic * efficiency)
+    latency = np.where(outside > 1, _hops(params, kind, outside) + reach.latency * np.log2(np.maximum(outside, 1.0)), 0.0)
+    total = latency + (nv**3 + nic**3) ** (1 / 3)
+    total = np.where(members > 1, np.maximum(total, np.maximum(nv_bytes / reach.nvlink, nic_bytes / reach.nic)), 0.0)
+    return total, nv_bytes / reach.nvlink, nic_bytes / reach.nic
+
+
+def leg_bytes(params, kind: str, num_bytes, inside, outside):
+    """(bytes a GPU sends over NVLink, bytes its NIC sends). Conserves the total of the algorithm."""
+    members = inside * outside
+    if kind == "all_to_all":
+        return num_bytes * (inside - 1) / members, num_bytes * (members - inside) / members
+    factor = 2.0 if kind == "all_reduce" else 1.0
+    crossing = factor * num_bytes * (outside - 1) / outside / np.minimum(inside, params["ring_nics"])
+    return np.where(inside > 1, factor * num_bytes * (members - 1) / members, 0.0), crossing
+
+
+def _hops(params, kind: str, outside):
+    if kind == "all_reduce":
+        return 2 * params["tree_step_s"] * np.log2(outside)
+    if kind == "all_to_all":
+        return params["all_to_all_s"] * np.ones_like(outside)
+    return params["ring_step_s"] * (outside - 1)
+
+
+def _send(params, num_bytes, reach: Reach):
+    far = reach.outside > 1
+    rate = np.where(far, reach.nic * params["all_to_all_efficiency"], reach.nvlink * params["pair_efficiency"])
+    total = params["send_s"] + np.where(far, reach.latency, 0.0) + num_bytes / rate
+    return total, np.where(far, 0.0, num_bytes / reach.nvlink), np.where(far, num_bytes / reach.nic, 0.0)

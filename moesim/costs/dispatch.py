@@ -1,0 +1,63 @@
+"""How long does expert-parallel dispatch or combine take? (k copies, or one copy a node fanned out by a few SMs)"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from moesim.costs.base import Parameter
+from moesim.costs.collectives import Reach
+
+DISPATCHERS = ("alltoall", "sync_free", "dedup", "dedup_v1")
+PARAMETERS = (
+    Parameter("dispatch_sm_rate", "bytes/s an SM", 1e9, 1e12, 1.46e11),
+    Parameter("combine_sm_rate", "bytes/s an SM", 1e9, 1e12, 1.46e11),
+    Parameter("link_efficiency", "share of NVLink", 0.2, 1.0, 0.87),
+    Parameter("nic_efficiency", "share of NIC", 0.2, 1.0, 0.9),
+    Parameter("fixed_s", "s", 1e-6, 5e-4, 3e-5),
+    Parameter("network_s", "s", 1e-6, 5e-4, 6e-5),
+)
+
+
+class Routes(NamedTuple):
+    """What one rank sends, one value an op. ``payload``: bytes of its tokens, each counted once; ``copies_rank`` and
+    ``copies_node``: copies of a token over distinct ranks and over distinct domains; ``load``: busiest receiver over mean."""
+
+    payload: np.ndarray
+    copies_rank: np.ndarray
+    copies_node: np.ndarray
+    load: np.ndarray
+    sms: np.ndarray
+    combine: np.ndarray
+
+
+def distinct(num_groups: int, num_experts: int, top_k: int, limit: int | None = None) -> float:
+    """Expected distinct groups a token reaches when its top_k experts are drawn without replacement and spread evenly over
+    num_groups: N(1 - C(E-E/N, k) / C(E, k)), at most ``limit``."""
+    outside = num_experts - num_experts / num_groups
+    missed = 1.0
+    for i in range(top_k):
+        missed *= max(outside - i, 0.0) / max(num_experts - i, 1e-9)
+    reached = num_groups * (1.0 - missed)
+    return min(reached, float(limit)) if limit else reached
+
+
+def seconds(params, routes: Routes, reach: Reach):
+    """(seconds, NVLink busy seconds, NIC busy seconds) of a device-side dispatcher; arrays, one value an op.
+
+    The NVLink leg is limited by what ``sms`` SMs copy and by the link, in series; the NIC leg by the rank's own NIC; the
+    two are pipelined, so the slower one counts. Positive, monotone in payload, never faster than either wire.
+    """
+    inside, outside = reach.inside.astype(float), reach.outside.astype(float)
+    per_sm = np.where(routes.combine, params["combine_sm_rate"], params["dispatch_sm_rate"])
+    link = reach.nvlink * params["link_efficiency"]
+    copy_rate = 1.0 / (1.0 / (routes.sms * per_sm) + 1.0 / link)
+    nv_bytes = routes.payload * routes.copies_rank * routes.load * (inside - 1) / inside
+    nic_bytes = routes.payload * routes.copies_node * routes.load * (outside - 1) / outside
+    nv = nv_bytes / copy_rate
+    nic = nic_bytes / (reach.nic * params["nic_efficiency"])
+    far = np.where(outside > 1, params["network_s"] + reach.latency, 0.0)
+    total = params["fixed_s"] + far + np.maximum(nv, nic)
+    alone = inside * outside <= 1
+    return np.where(alone, 0.0, total), nv_bytes / reach.nvlink, nic_bytes / reach.nic

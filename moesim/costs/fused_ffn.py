@@ -1,0 +1,42 @@
+"""How long does a fused gated expert FFN forward burst take? (routing, permute, two grouped GEMMs, activation, combine)
+
+The public B300, B200 and H100 MoE tables time this whole, all experts on one GPU: it is not a grouped GEMM of a training step.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moesim.costs.base import Parameter
+from moesim.costs.tiles import droop, tile_seconds
+
+PARAMETERS = (
+    Parameter("rate", "FLOP/s", 1e13, 2e16, 1.5e15, "flops"),
+    Parameter("ramp_k", "elements", 0.0, 3000.0, 250.0),
+    Parameter("small_tile", "1", 0.0, 0.6, 0.08),
+    Parameter("quantisation", "1", 0.0, 1.0, 0.2),
+    Parameter("bandwidth", "bytes/s", 5e11, 2e13, 5e12, "hbm"),
+    Parameter("row_bandwidth", "bytes/s", 2e11, 2e13, 3e12, "hbm"),
+    Parameter("fixed_s", "s", 1e-6, 1e-3, 3e-5),
+    Parameter("droop", "1", 0.0, 1.0, 0.2),
+    Parameter("droop_s", "s", 3e-5, 5e-3, 5e-4),
+    Parameter("skew", "1", 0.0, 1.0, 0.05),
+)
+
+
+def seconds(params, num_sms, tokens, top_k, hidden, inter, experts, width, exponent):
+    """Seconds of one forward; arrays broadcast.
+
+    tokens: on the GPU; exponent: 0 balanced, else the power law of the synthetic routing (1.01, 1.2). Weights of the experts that
+    are reached are read once. row_bandwidth: quantise, permute, activation and combine traffic of every routed row.
+    Positive and monotone in tokens, hidden, inter, experts.
+    """
+    rows = tokens * top_k
+    reached = experts * -np.expm1(rows * np.log1p(-1.0 / (experts + 1e-9)))
+    per_group = np.maximum(rows / experts, 1.0)
+    compute = tile_seconds(params, num_sms, per_group, 2 * inter, hidden, experts)
+    compute = compute + tile_seconds(params, num_sms, per_group, hidden, inter, experts)
+    memory = 3.0 * reached * hidden * inter * width / params["bandwidth"]
+    traffic = rows * (hidden * (4.0 + width) + inter * (6.0 + width)) / params["row_bandwidth"]
+    kernel = (droop(compute, params) ** 3 + memory**3) ** (1 / 3)
+    return params["fixed_s"] + (kernel + traffic) * (1.0 + params["skew"] * exponent)

@@ -1,0 +1,188 @@
+"""What does each op cost on this GPU, how sure is that, and who measured it?
+
+A HardwareProfile is one YAML in scenarios/profiles, written by ``python -m calibration fit``: parameters and measured curves with their
+errors, validity ranges, provenance and sources. ``price`` turns ops into seconds, one vectorised call a kind.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, Sequence
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from moesim.costs.collectives import Curve
+from moesim.ops import Op
+from moesim.pricing import Prices, price_ops
+
+PROFILES = Path(__file__).resolve().parent.parent / "scenarios" / "profiles"
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+
+class Fit(_Frozen):
+    """Errors of one fit, as |predicted / measured - 1|: in sample, or out of fold by one kind of split."""
+
+    split: str
+    num_rows: int
+    median: float
+    mean: float
+    p90: float
+    bias: float
+
+
+class Term(_Frozen):
+    """One priced term: what it costs, and how uncertain that is.
+
+    sigma_log: its own error, as the standard deviation of log(seconds); shared: (name of a common cause -> its sigma), so that
+    terms that share a cause move together in a draw. valid: axis -> (low, high) of the measurements behind it.
+    """
+
+    name: str
+    kind: str
+    label: str = ""
+    parameters: dict[str, float] = {}
+    stderr: dict[str, float] = {}
+    covariance: dict[str, dict[str, float]] = {}
+    valid: dict[str, tuple[float, float]] = {}
+    provenance: Literal["measured", "interpolated", "extrapolated", "datasheet", "assumed"]
+    sigma_log: float = Field(ge=0)
+    shared: dict[str, float] = {}
+    sources: tuple[str, ...] = Field(min_length=1)
+    fits: tuple[Fit, ...] = ()
+    note: str = ""
+
+
+class MeasuredCurve(_Frozen):
+    """Seconds of one collective over ``members`` GPUs of one NVLink domain, by nccl-tests size."""
+
+    kind: str
+    members: int
+    bytes: tuple[float, ...] = Field(min_length=2)
+    seconds: tuple[float, ...] = Field(min_length=2)
+
+
+class Gamma(_Frozen):
+    """A running kernel of ``running`` slows to 1 / (1 + gamma) of its solo rate beside a kernel of ``beside``."""
+
+    running: str
+    beside: str
+    gamma: float = Field(ge=0)
+    stderr: float = Field(ge=0)
+    source: str
+
+
+class Sustained(_Frozen):
+    """In-training rate of the tensor cores over the burst rate the tables show."""
+
+    factor: float = Field(gt=0, le=1.5)
+    sigma_log: float = Field(ge=0)
+    provenance: Literal["measured", "interpolated", "extrapolated", "datasheet", "assumed"]
+    evidence: dict[str, float]
+    sources: tuple[str, ...]
+
+
+class Host(_Frozen):
+    """CPU side: ``launch_s`` = seconds to issue one kernel from PyTorch, by host CPU."""
+
+    launch_s: dict[str, float]
+    sigma_log: float
+    sources: tuple[str, ...]
+
+
+class HardwareProfile(_Frozen):
+    """Everything measured or assumed about one GPU type and the software its numbers were taken with."""
+
+    name: str
+    gpu: str
+    parent: str | None = None
+    num_sms: int
+    peak_flops: dict[str, float]
+    hbm_bytes_per_s: float
+    nvlink_bytes_per_s: float
+    collective_sms: int
+    datasheet_sources: tuple[str, ...]
+    terms: tuple[Term, ...]
+    curves: tuple[MeasuredCurve, ...]
+    sustained_rule: str
+    sustained: dict[str, Sustained]
+    host: Host
+    gammas: tuple[Gamma, ...]
+
+    @cached_property
+    def term_index(self) -> dict[str, int]:
+        return {term.name: index for index, term in enumerate(self.terms)}
+
+    @cached_property
+    def curve_tables(self) -> dict[str, dict[int, Curve]]:
+        """kind -> members -> curve, with seconds made non-decreasing in bytes."""
+        tables: dict[str, dict[int, Curve]] = {}
+        for curve in self.curves:
+            seconds = np.maximum.accumulate(np.array(curve.seconds))
+            tables.setdefault(curve.kind, {})[curve.members] = Curve(np.array(curve.bytes), seconds)
+        return tables
+
+    def term(self, name: str) -> Term:
+        if name not in self.term_index:
+            raise ValueError(f"profile {self.name!r} has no term {name!r}: this GPU can't run or has never been measured at it")
+        return self.terms[self.term_index[name]]
+
+    def parameters(self, name: str, in_training: bool = True) -> dict[str, float]:
+        """Parameters of a term; tensor-core rates at the sustained level unless ``in_training`` is False."""
+        term = self.term(name)
+        cause = self.sustained.get(term.name.rsplit(".", 1)[-1])
+        if not in_training or cause is None or term.kind not in ("gemm", "grouped_gemm"):
+            return term.parameters
+        return {**term.parameters, "rate": term.parameters["rate"] * cause.factor}
+
+    def price(self, ops: Sequence[Op], cluster, in_training: bool = True) -> Prices:
+        """Seconds and busy seconds of every op on ``cluster`` (its tiers place groups and give link rates).
+
+        in_training: tensor-core kernels run at the sustained rate; False prices them as the burst tables do. ValueError where the
+        profile lacks the term an op needs.
+        """
+        return price_ops(self, ops, cluster, in_training)
+
+    def sample(self, rng: np.random.Generator, num_draws: int) -> dict[str, np.ndarray]:
+        """Log-normal multipliers of each term's seconds, [num_draws] each, median 1; terms with a common cause move together."""
+        causes = sorted({cause for term in self.terms for cause in term.shared})
+        common = {cause: rng.standard_normal(num_draws) for cause in causes}
+        draws = {}
+        for term in self.terms:
+            log = term.sigma_log * rng.standard_normal(num_draws)
+            for cause, sigma in sorted(term.shared.items()):
+                log = log + sigma * common[cause]
+            draws[term.name] = np.exp(log)
+        draws["host"] = np.exp(self.host.sigma_log * rng.standard_normal(num_draws))
+        return draws
+
+
+def load_profile(name_or_path: str | Path) -> HardwareProfile:
+    """The profile of that name in scenarios/profiles, or of that YAML file. ValueError in one line where it is wrong."""
+    path = Path(name_or_path)
+    if path.suffix not in (".yaml", ".yml"):
+        path = PROFILES / f"{name_or_path}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in PROFILES.glob("*.yaml")))
+        raise ValueError(f"no hardware profile {str(name_or_path)!r}: known are {known}; or give the path of a YAML file")
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        data = yaml.load(path.read_text(), Loader=loader)
+        return HardwareProfile.model_validate(_tuples(data))
+    except (yaml.YAMLError, ValueError, OSError) as error:
+        raise ValueError(f"{path}: not a hardware profile: {str(error).splitlines()[0]}") from None
+
+
+def _tuples(value):
+    """YAML lists as tuples, so that strict validation takes them."""
+    if isinstance(value, list):
+        return tuple(_tuples(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return value
