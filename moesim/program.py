@@ -26,8 +26,9 @@ from typing import Mapping, Union
 
 from moesim.schedules import Action, Pair
 
-COMPUTE, COMM, DATA, SEND_NEXT, SEND_PREV = range(5)
-STREAMS = ("compute", "comm", "data", "send_next", "send_prev")
+COMPUTE, COMM, DATA, SEND_NEXT, SEND_PREV, REDUCE = range(6)
+STREAMS = ("compute", "comm", "data", "send_next", "send_prev", "reduce")
+"""comm: collectives that activations wait for; data: parameter gathers; reduce: gradient reductions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,80 @@
+"""What does tensor parallelism (with sequence parallelism) do to a block? (Weights and heads are cut; sequences between.)
+
+Column-cut GEMMs read gathered tokens, row-cut ones end in a reduce-scatter; everything between them works on 1/tp of the
+tokens (https://arxiv.org/abs/2205.05198). The gathered input is not kept: backward gathers it again for the weight gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moesim.axes.scale import divide_tokens
+from moesim.block import COMM, Block, Node, insert_after, insert_before
+from moesim.ops import Collective, Gemm, GroupedGemm
+
+LOSS_VALUES_PER_TOKEN = 3
+"""Vocabulary-parallel cross entropy reduces the maximum, the sum of exponentials and the target logit: FP32 each."""
+
+
+def shard(block: Block, layout, model) -> Block:
+    """``block`` under tp ranks: sharded ops, gathers before column-cut regions, scatters after row-cut ones."""
+    if layout.tp == 1:
+        return block
+    full_tokens = {n.key: n.op.m for n in block if isinstance(n.op, Gemm)}
+    cut = Block(tuple(_CUTS[n.shard](n, layout.tp) for n in block))
+    group = layout.groups["tp"]
+    gathered: set[str] = set()
+    for node in block:
+        if node.shard == "column" and node.deps[0] not in gathered:
+            # Readers of one tensor share one gather: the two up-projections of MLA read two halves of one latent.
+            gathered.add(node.deps[0])
+            size = 2.0 * full_tokens[node.key] * node.op.k
+            cut = insert_before(cut, node.key, Node(f"tp_gather_{node.key}", "tp_gather", Collective("all_gather", size, group), node.deps, COMM))
+        if node.shard == "row":
+            size = 2.0 * full_tokens[node.key] * node.op.n
+            cut = insert_after(cut, node.key, Node(f"tp_scatter_{node.key}", "tp_scatter", Collective("reduce_scatter", size, group), (node.key,), COMM))
+        if node.key == "embed":
+            size = node.saved
+            cut = insert_after(cut, "embed", Node("tp_scatter_embed", "tp_scatter", Collective("reduce_scatter", size, group), ("embed",), COMM))
+        if node.key == "loss":
+            size = 4.0 * LOSS_VALUES_PER_TOKEN * full_tokens["head"]
+            cut = insert_after(cut, "loss", Node("tp_loss", "tp_loss", Collective("all_reduce", size, group), ("loss",), COMM))
+    return cut
+
+
+def _column(node: Node, tp: int) -> Node:
+    return replace(node, op=replace(node.op, n=node.op.n // tp), params=node.params / tp, saved=node.saved / tp)
+
+
+def _row(node: Node, tp: int) -> Node:
+    return replace(node, op=replace(node.op, k=node.op.k // tp), params=node.params / tp, saved=node.saved / tp)
+
+
+def _heads(node: Node, tp: int) -> Node:
+    if isinstance(node.op, Collective):
+        return replace(node, op=replace(node.op, bytes=node.op.bytes / tp))
+    op = replace(node.op, num_heads=node.op.num_heads // tp, num_kv_heads=node.op.num_kv_heads // tp)
+    return replace(node, op=op, params=node.params / tp, saved=node.saved / tp)
+
+
+def _tokens(node: Node, tp: int) -> Node:
+    return divide_tokens(node, tp)
+
+
+def _inner(node: Node, tp: int) -> Node:
+    return replace(node, op=replace(node.op, moved=node.op.moved / tp), saved=node.saved / tp)
+
+
+def _vocab(node: Node, tp: int) -> Node:
+    return replace(_tokens(node, tp), params=node.params / tp)
+
+
+def _expert(node: Node, tp: int) -> Node:
+    assert isinstance(node.op, GroupedGemm)
+    return _tokens(node, tp)
+
+
+_CUTS = {
+    "column": _column, "row": _row, "heads": _heads, "seq": _tokens, "rows": _tokens, "inner": _inner, "vocab": _vocab,
+    "expert": _expert, "none": lambda node, tp: node,
+}
