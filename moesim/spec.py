@@ -37,6 +37,7 @@ NumExperts = Annotated[int, Field(ge=0, le=100_000)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
+Text = Annotated[str, Field(min_length=1, max_length=600)]  # URL, and in words what was derived from it
 
 
 class Spec(BaseModel):
@@ -150,7 +151,7 @@ class Price(Spec):
     low: NonNegative
     high: NonNegative
     list: NonNegative | None = None
-    source: Name
+    source: Text
 
     @model_validator(mode="after")
     def _check(self) -> Price:
@@ -174,9 +175,9 @@ class GpuSpec(Spec):
     usd_per_hour: Price | None = None
     host_cpu: Literal["x86", "grace"]
     host_link_bytes_per_s: BytesPerSecond | None = None
-    profile: Name  # the HardwareProfile that prices this GPU by default
+    profile: Text  # the HardwareProfile that prices this GPU by default
     parent: Name | None = None  # nearest GPU with measurements, where this one has none
-    sources: dict[str, str] = {}  # field -> URL
+    sources: dict[str, Text] = {}  # field -> URL
 
     def __hash__(self) -> int:
         return hash((self.name, self.num_sms, self.hbm_bytes, self.hbm_bytes_per_s))
@@ -191,7 +192,7 @@ class Tier(Spec):
     latency_s: Seconds | None = None
     oversubscription: Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)] = 1.0
     transport: Literal["nvlink", "ib", "roce", "efa", "shm", "tcp"]
-    source: Name
+    source: Text
 
 
 class Resource(Spec):
@@ -216,7 +217,7 @@ class ClusterSpec(Spec):
     usd_per_gpu_hour: NonNegative | None = None  # None: the GPU's list price
     failures_per_node_day: NonNegative | None = None
     resources: tuple[Resource, ...]  # filled in from gpu and tiers: sms, hbm, nvlink, nic, host
-    sources: dict[str, str] = {}  # field -> URL
+    sources: dict[str, Text] = {}  # field -> URL
 
     @model_validator(mode="before")
     @classmethod
@@ -287,7 +288,7 @@ class RoutingSpec(Spec):
     kind: Literal["balanced", "zipf", "dirichlet", "histogram"] = "balanced"
     zipf_s: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] | None = None
     dirichlet_alpha: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None
-    file: Name | None = None
+    file: Text | None = None
     seed: Count = 0
     capacity_factor: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None  # None: dropless
     capacity_scope: Literal["expert", "rank"] = "expert"
@@ -372,9 +373,9 @@ class Scenario(Spec):
     model: ModelSpec
     cluster: ClusterSpec
     workload: Workload
-    layout: Name | None = None
+    layout: Text | None = None
     search: SearchSpec = SearchSpec()
-    profile: Name | None = None  # None: the profile of the GPU
+    profile: Text | None = None  # None: the profile of the GPU
     memory: MemorySpec = MemorySpec()
     seed: Count = 0
 
