@@ -197,11 +197,12 @@ def inclusion(weights: np.ndarray, top_k: int) -> np.ndarray:
     weights = np.maximum(weights / weights.max(), 1e-12)  # top_k experts need a weight above 0
     latest = 40 / np.sort(weights)[-top_k - 1]  # by then top_k others have rung, whoever e is
     step = min(0.4, 1 / top_k**0.5)  # finer than the k-th ring is spread over log t
-    t = np.exp(np.arange(np.log(1e-7), np.log(latest) + step, step))
+    t = np.exp(np.arange(np.log(1e-10), np.log(latest) + step, step))
     rung = 1 - np.exp(-np.outer(weights, t))
     density = weights[:, None] * t * (1 - rung) * step
-    probability = (density * _fewer_others(rung, top_k)).sum(1)
-    return probability * (top_k / probability.sum())
+    probability = np.minimum((density * _fewer_others(rung, top_k)).sum(1), 1)
+    spread = probability * (1 - probability)  # what the sum lacks, below 1e-9, goes where a chance can still move
+    return probability + (top_k - probability.sum()) * spread / spread.sum()
 
 
 def _fewer_others(rung: np.ndarray, top_k: int) -> np.ndarray:
