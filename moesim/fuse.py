@@ -26,11 +26,11 @@ def fuse(body: Body, gammas: Iterable[CoRun] = ()) -> Body:
 
 
 def _needed_later(body: Body) -> list[bool]:
-    """For each task, whether a task other than the one right after it depends on it."""
+    """For each task, whether another stream depends on it (on its own stream, order already says so)."""
     needed = [False] * len(body)
-    for k, task in enumerate(body):
+    for task in body:
         for dep in task.deps:
-            needed[dep] |= dep != k - 1 or body[dep].stream != task.stream
+            needed[dep] |= body[dep].stream != task.stream
     return needed
 
 

@@ -22,10 +22,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from moesim.program import COMM, COMPUTE, DATA, STREAMS
+from moesim.program import COMM, COMPUTE, DATA, SEND_NEXT, SEND_PREV, STREAMS, Program
+from moesim.wiring import AT_EPILOGUE, AT_PROLOGUE, actions
 
 Terms = tuple[tuple[str, str, float], ...]
 EPILOGUE = "epilogue"
+
+Record = tuple[int, int, int, float, float, str, float]
+"""What an evaluator notes for each span: rank, position (or AT_PROLOGUE, AT_EPILOGUE), task number (-1 - j: the transfer of
+output j), start, end, cause, seconds that the input spent between ranks."""
 
 
 class Span(NamedTuple):
@@ -87,6 +92,22 @@ class Timeline:
         return [self.lane(rank, stream) for stream in ((COMM, DATA) if first == COMM else (DATA, COMM))]
 
 
+def record_spans(program: Program, records: Iterable[Record]) -> Iterator[Span]:
+    """Spans of a program from an evaluator's records."""
+    texts = [[str(entry) for entry in order] + [EPILOGUE, "prologue"] for order in program.orders]  # -2 and -1 index the ends
+    ends = {AT_PROLOGUE: program.prologue, AT_EPILOGUE: program.epilogue}
+    for rank, position, k, start, end, cause, transfer in records:
+        entry = texts[rank][position]
+        if k >= 0:
+            body = ends[position][rank] if position < 0 else program.bodies[program.body_index[rank][position]]
+            task = body[k]
+            yield Span(rank, task.stream, task.name, task.kind, start, end, entry, task.terms, task.seconds, cause, transfer)
+        else:
+            action = actions(program.orders[rank][position])[-1 - k]
+            stream = SEND_NEXT if action.letter == "F" else SEND_PREV
+            yield Span(rank, stream, f"send {action}", "send", start, end, entry, (), end - start, cause, transfer)
+
+
 def breakdown(timeline: Timeline, rank: int) -> dict[str, float]:
     """Seconds of the step by role for one rank, summing to the makespan; rule in the file's docstring."""
     parts: dict[str, float] = defaultdict(float)
@@ -100,7 +121,7 @@ def breakdown(timeline: Timeline, rank: int) -> dict[str, float]:
 
 def _add_compute(parts: dict[str, float], span: Span) -> None:
     seconds = span.end - span.start
-    solo = min(span.solo, seconds) if span.solo else seconds
+    solo = span.solo if 0.0 < span.solo < seconds - 1e-12 * span.end else seconds  # end - start carries rounding
     _add_roles(parts, span, solo, "")
     parts["contention"] += seconds - solo
 

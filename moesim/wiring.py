@@ -13,6 +13,8 @@ from functools import cached_property
 from moesim.program import SEND_NEXT, SEND_PREV, Entry, Program
 from moesim.schedules import Action, Pair, local_chunks
 
+AT_PROLOGUE, AT_EPILOGUE = -1, -2
+"""Positions of the two ends of a step, where an entry's position is meant."""
 _REMEMBERED = 256
 
 
@@ -60,6 +62,20 @@ def wire(orders: tuple[tuple[Entry, ...], ...], placement: tuple[int, ...], peer
         _known.pop(next(iter(_known)))
     _known[key] = ((orders, placement), made)  # holding the tuples keeps their ids theirs
     return made
+
+
+def check(program: Program) -> Wiring:
+    """The wiring, after checking that bodies fit it. ValueError names the rank and position that don't."""
+    wires = wiring(program)
+    inputs = [frozenset(task.input for task in body) for body in program.bodies]
+    for r, (order, indices) in enumerate(zip(program.orders, program.body_index, strict=True)):
+        if len(order) != len(indices):
+            raise ValueError(f"rank {r}: {len(order)} actions but {len(indices)} bodies")
+        for i, k in enumerate(indices):
+            slots = wires.source[wires.first[r] + i]
+            if any(slot >= 0 and j not in inputs[k] for j, slot in enumerate(slots)):
+                raise ValueError(f"{order[i]} on rank {r}: body {k} has no task with the input that the action waits for")
+    return wires
 
 
 def actions(entry: Entry) -> tuple[Action, ...]:
@@ -163,3 +179,38 @@ def _levels(wires: Wiring) -> tuple[tuple[int, ...], ...]:
 
 def _placed(slots: tuple[int, int], level: list[int]) -> bool:
     return all(slot < 0 or level[slot >> 1] >= 0 for slot in slots)
+
+
+def closing(wires: Wiring, rank: int, chunk: int) -> int:
+    """Entry of the last backward of a local chunk; ValueError if the rank runs none."""
+    if chunk not in wires.closes[rank]:
+        raise ValueError(f"rank {rank}: the epilogue waits for the last backward of chunk {chunk}, which it doesn't run")
+    return wires.closes[rank][chunk]
+
+
+def barriers(program: Program) -> tuple[int, ...]:
+    """Barrier numbers in order; ValueError unless every rank's epilogue has the same ones."""
+    lists = {tuple(task.barrier for task in body if task.barrier >= 0) for body in program.epilogue}
+    if len(lists) > 1:
+        raise ValueError("deadlock: ranks have different barriers in their epilogues, so some would wait for ever")
+    return next(iter(lists), ())
+
+
+def rendezvous(program: Program) -> dict[tuple, tuple[int, ...]]:
+    """(position, group) or ("barrier", number) -> the ranks that meet there, each once."""
+    meetings: dict[tuple, list[int]] = {("barrier", number): list(range(program.num_ranks)) for number in barriers(program)}
+    grouped = [tuple(task.group for task in body if task.group >= 0) for body in program.bodies]
+    for r, indices in enumerate(program.body_index):
+        for i, k in enumerate(indices):
+            _join(meetings, r, i, grouped[k])
+    for position, bodies in ((AT_PROLOGUE, program.prologue), (AT_EPILOGUE, program.epilogue)):
+        for r, body in enumerate(bodies):
+            _join(meetings, r, position, tuple(task.group for task in body if task.group >= 0))
+    return {key: tuple(ranks) for key, ranks in meetings.items()}
+
+
+def _join(meetings: dict[tuple, list[int]], rank: int, position: int, groups: tuple[int, ...]) -> None:
+    if len(set(groups)) < len(groups):
+        raise ValueError(f"rank {rank} at position {position}: a body meets the same group twice; give each collective its own number")
+    for group in groups:
+        meetings.setdefault((position, group), []).append(rank)
