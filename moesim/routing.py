@@ -201,7 +201,7 @@ def inclusion(weights: np.ndarray, top_k: int) -> np.ndarray:
     rung = 1 - np.exp(-np.outer(weights, t))
     density = weights[:, None] * t * (1 - rung) * step
     probability = np.minimum((density * _fewer_others(rung, top_k)).sum(1), 1)
-    spread = probability * (1 - probability)  # what the sum lacks, below 1e-9, goes where a chance can still move
+    spread = probability * (1 - probability)  # what the sum lacks, below 1e-6 of it, goes where a chance can still move
     return probability + (top_k - probability.sum()) * spread / spread.sum()
 
 
