@@ -37,7 +37,7 @@ NumExperts = Annotated[int, Field(ge=0, le=100_000)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
-Text = Annotated[str, Field(min_length=1, max_length=600)]  # URL, and in words what was derived from it
+Text = Annotated[str, Field(min_length=1, max_length=600)]
 
 
 class Spec(BaseModel):
@@ -175,7 +175,7 @@ class GpuSpec(Spec):
     usd_per_hour: Price | None = None
     host_cpu: Literal["x86", "grace"]
     host_link_bytes_per_s: BytesPerSecond | None = None
-    profile: Text  # the HardwareProfile that prices this GPU by default
+    profile: Name  # the HardwareProfile that prices this GPU by default
     parent: Name | None = None  # nearest GPU with measurements, where this one has none
     sources: dict[str, Text] = {}  # field -> URL
 
@@ -375,7 +375,8 @@ class Scenario(Spec):
     workload: Workload
     layout: Text | None = None
     search: SearchSpec = SearchSpec()
-    profile: Text | None = None  # None: the profile of the GPU
+    stack: Name = "megatron_bridge"  # training software, one of scenarios/stacks
+    profile: Name | None = None  # None: the profile of the GPU
     memory: MemorySpec = MemorySpec()
     seed: Count = 0
 
