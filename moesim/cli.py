@@ -1,0 +1,352 @@
+"""Which commands does a person type? (plan | simulate | ops | predict | schema | validate: inputs and outputs only.)
+
+Exit codes: 0 done; 2 bad input, one line on stderr and no output file; 3 nothing fits (the table of reasons is still printed);
+130 interrupted. Nothing heavy is imported until a command runs, so that --help answers at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Optional
+
+import typer
+
+from moesim import __version__
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from moesim.plan import Candidate, Plan
+    from moesim.spec import Scenario
+
+BAD_INPUT, NOTHING_FITS, INTERRUPTED = 2, 3, 130
+STDOUT = "-"
+PIPED_WIDTH = 100
+
+app = typer.Typer(
+    name="moesim",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="""Plan the training of a mixture-of-experts model: from a scenario file to ranked, explained layouts. No GPU needed.
+
+Start here:
+
+  Ranked layouts of a shipped scenario, then the same with one thing changed:
+    moesim plan olmo_core3_new
+    moesim plan olmo_core3_new --set model.num_experts=8
+
+  The whole report as one page:
+    moesim plan my.yaml --html plan.html
+
+  One layout in full:
+    moesim simulate my.yaml --layout "dp8 ep8 zero1 mb1 1f1b"
+
+  Check a file you wrote:
+    moesim validate my.yaml
+
+A scenario is a YAML file (or the name of a shipped one) that names a model, a cluster and a workload.""",
+)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    # A name that the terminal's encoding lacks must not end a run.
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+# ---- errors -------------------------------------------------------------------------------------------------------------
+
+
+def _guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """What a person did wrong becomes one line and an exit code; a fault of ours keeps its traceback."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except BrokenPipeError:
+            # The reader went away (`moesim ops ... | head`); what Python flushes at exit must find no closed pipe.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+        except OSError as error:
+            _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+        except ValueError as error:
+            _fail(str(error))
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+
+    return run
+
+
+def _fail(message: str) -> NoReturn:
+    line = " ".join("".join(c if c.isprintable() else " " for c in message).split())
+    typer.echo(f"moesim: {line}", err=True)
+    raise typer.Exit(BAD_INPUT) from None
+
+
+# ---- shared parts of the commands ---------------------------------------------------------------------------------------
+
+ScenarioArgument = Annotated[str, typer.Argument(metavar="SCENARIO", help="Scenario YAML, or the name of a shipped one.", show_default=False)]
+SetOption = Annotated[Optional[list[str]], typer.Option("--set", metavar="KEY=VALUE", help="Change one value; may be repeated.", show_default=False)]
+ProfileOption = Annotated[Optional[str], typer.Option("--profile", metavar="P", help="Hardware profile: name or YAML file.", show_default="the GPU's own")]
+AnchorsOption = Annotated[Optional[Path], typer.Option("--anchors", metavar="FILE", help="CSV of runs at your site; refits its few constants.", show_default=False)]
+JsonOption = Annotated[Optional[str], typer.Option("--json", metavar="F", help="Write the result as JSON ('-': to stdout).", show_default=False)]
+LayoutOption = Annotated[Optional[str], typer.Option("--layout", metavar="LAYOUT", help='For example "dp8 ep8 zero1 mb1 1f1b".', show_default="the scenario's own")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.", show_default=False)]
+
+
+def _load(path: str, sets: list[str] | None) -> Scenario:
+    from moesim.load import load_scenario
+
+    return load_scenario(path, tuple(sets or ()))
+
+
+def _check_outputs(*paths: str | Path | None) -> None:
+    """Refuse, before any work, a place that can't be written to."""
+    for path in paths:
+        if path is None or str(path) == STDOUT:
+            continue
+        target = Path(path)
+        if target.is_dir():
+            raise ValueError(f"{target}: is a folder, a file name is needed")
+        if not target.parent.is_dir():
+            raise ValueError(f"{target}: there is no folder {target.parent}")
+        if not os.access(target.parent, os.W_OK):
+            raise ValueError(f"{target}: no permission to write into {target.parent}")
+
+
+def _console(err: bool = False) -> Console:
+    from rich.console import Console
+
+    stream = sys.stderr if err else sys.stdout
+    fixed = not stream.isatty() and "COLUMNS" not in os.environ
+    return Console(stderr=err, highlight=False, width=PIPED_WIDTH if fixed else None)
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None] | None]:
+    """A callable (stage, done, total) that keeps one bar a stage on stderr; None where nobody watches."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=_console(err=True), transient=True) as bars:
+        stages: dict[str, Any] = {}
+
+        def update(stage: str, done: int, total: int) -> None:
+            if stage not in stages:
+                stages[stage] = bars.add_task(stage, total=total)
+            bars.update(stages[stage], completed=done, total=total)
+
+        yield update
+
+
+def _write_json(path: str | Path, content: Any, indent: int | None = 1) -> None:
+    from moesim.page import write_atomically
+
+    text = json.dumps(content, indent=indent, allow_nan=False) + "\n"
+    if str(path) == STDOUT:
+        sys.stdout.write(text)
+    else:
+        write_atomically(path, text)
+
+
+def _wrote(*paths: str | Path | None) -> None:
+    for path in paths:
+        if path is not None and str(path) != STDOUT:
+            typer.echo(f"wrote {path}", err=True)
+
+
+# ---- commands -----------------------------------------------------------------------------------------------------------
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"moesim {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")] = False) -> None:
+    pass
+
+
+@app.command()
+@_guarded
+def plan(
+    scenario: ScenarioArgument,
+    sets: SetOption = None,
+    top: Annotated[int, typer.Option("--top", metavar="N", min=1, max=1000, help="Layouts to show.")] = 10,
+    json_file: JsonOption = None,
+    html: Annotated[Optional[Path], typer.Option("--html", metavar="F", help="Write the report as one offline HTML file.", show_default=False)] = None,
+    profile: ProfileOption = None,
+    anchors: AnchorsOption = None,
+    pin: Annotated[Optional[str], typer.Option("--pin", metavar="LAYOUT", help="Rank this layout of yours in the table too.", show_default=False)] = None,
+    measured: Annotated[Optional[float], typer.Option("--measured", metavar="TOK_S", help="Tokens/s a GPU you measured: inside the band or not, and why.", show_default=False)] = None,
+    launch: Annotated[Optional[Path], typer.Option("--launch", metavar="DIR", help="Write a torchrun script and the trainer's config of the winner.", show_default=False)] = None,
+    quiet: QuietOption = False,
+) -> None:
+    """Rank the layouts of a scenario: throughput, memory, days and dollars, what limits each, what was ruled out and why.
+
+    Examples:
+
+      moesim plan olmo_core3_new
+      moesim plan deepseek_v3_512_nodes --top 20 --html plan.html --json plan.json
+      moesim plan my.yaml --set cluster.num_nodes=64 --set workload.seq_len=8192
+      moesim plan my.yaml --pin "pp4 dp16 ep8 zero1 mb1 1f1b" --measured 41000
+      moesim plan my.yaml --launch runs/first
+
+    Exit codes: 0 done, 2 bad input, 3 nothing fits, 130 interrupted.
+    """
+    from moesim import launch as launching
+    from moesim import search
+
+    _check_outputs(json_file, html)
+    if launch is not None:
+        launching.check_directory(launch)
+    if measured is not None and not (math.isfinite(measured) and measured > 0):
+        raise ValueError(f"--measured {measured}: tokens/s a GPU must be a positive number")
+    spec = _load(scenario, sets)
+    with _progress(quiet) as progress:
+        found = search.plan(spec, top=top, profile=profile, anchors=anchors, pin=pin, measured=measured, progress=progress)
+    _show_plan(found, json_file, html)
+    winner = next((c for c in found.candidates if c.fits), None)
+    if winner is None:
+        raise typer.Exit(NOTHING_FITS)
+    if launch is not None:
+        _wrote(*launching.write_launch(launch, spec, winner))
+
+
+def _show_plan(found: Plan, json_file: str | None, html: Path | None) -> None:
+    from moesim import page, report
+
+    if json_file is not None:
+        _write_json(json_file, found.to_dict())
+    if html is not None:
+        page.write_html(found, html)
+    report.print_plan(found, _console(err=json_file == STDOUT))
+    _wrote(json_file, html)
+
+
+@app.command()
+@_guarded
+def simulate(
+    scenario: ScenarioArgument,
+    layout: LayoutOption = None,
+    sets: SetOption = None,
+    json_file: JsonOption = None,
+    trace: Annotated[Optional[Path], typer.Option("--trace", metavar="F", help="Write the step's timeline for Perfetto or chrome://tracing.", show_default=False)] = None,
+    profile: ProfileOption = None,
+) -> None:
+    """Play one layout in full: where the seconds of a step and the bytes of the heaviest stage go.
+
+    Examples:
+
+      moesim simulate olmo_core3_old
+      moesim simulate my.yaml --layout "pp4 dp16 ep8 zero1 mb1 1f1b" --trace step.json
+    """
+    from moesim import search
+
+    _check_outputs(json_file, trace)
+    spec = _load(scenario, sets)
+    if layout is None and spec.layout is None:
+        raise ValueError(f'{scenario}: has no layout of its own; give one, such as --layout "dp8 ep8 zero1 mb1 1f1b"')
+    candidate, timeline = search.simulate(spec, layout, profile=profile, want_timeline=trace is not None)
+    if json_file is not None:
+        _write_json(json_file, _candidate_dict(spec, candidate))
+    if trace is not None:
+        from moesim.timeline import chrome_trace
+
+        _write_json(trace, chrome_trace(timeline), indent=None)
+    from moesim import report
+
+    report.print_candidate(candidate, _console(err=json_file == STDOUT))
+    _wrote(json_file, trace)
+
+
+def _candidate_dict(spec: Scenario, candidate: Candidate) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from moesim.plan import SCHEMA_VERSION
+
+    return {"schema_version": SCHEMA_VERSION, "scenario": {"name": spec.name, "hash": spec.hash}, **asdict(candidate)}
+
+
+@app.command()
+@_guarded
+def ops(
+    scenario: ScenarioArgument,
+    output: Annotated[Optional[Path], typer.Option("-o", "--output", metavar="F", help="JSONL file to write.", show_default="stdout")] = None,
+    layout: Annotated[Optional[str], typer.Option("--layout", metavar="LAYOUT", help="Only the ops of this layout.", show_default="the most promising ones")] = None,
+    sets: SetOption = None,
+) -> None:
+    """List the ops whose times the plan depends on, one JSON object a line: what the trainer's bench should measure.
+
+    Example:
+
+      moesim ops olmo_core3_new -o ops.jsonl
+    """
+    from moesim import search
+    from moesim.page import write_atomically
+
+    _check_outputs(output)
+    lines = (json.dumps(op, allow_nan=False) + "\n" for op in search.list_ops(_load(scenario, sets), layout))
+    if output is None or str(output) == STDOUT:
+        sys.stdout.writelines(lines)
+        sys.stdout.flush()
+    else:
+        write_atomically(output, "".join(lines))
+        _wrote(output)
+
+
+@app.command()
+@_guarded
+def schema() -> None:
+    """Print the JSON schema of a scenario, for editors that complete and check YAML.
+
+    Example:
+
+      moesim schema > scenario.schema.json
+    """
+    from moesim.load import json_schema
+
+    _write_json(STDOUT, json_schema(), indent=2)
+
+
+@app.command()
+@_guarded
+def validate(scenario: ScenarioArgument, sets: SetOption = None) -> None:
+    """Check a scenario without planning it: exit 0 and a summary, or exit 2 and one line that says what is wrong and where.
+
+    Example:
+
+      moesim validate my.yaml --set cluster.num_nodes=64
+    """
+    from moesim.layout import illegal, parse_layout
+    from moesim.report import clean, compact
+
+    spec = _load(scenario, sets)
+    if spec.layout is not None:
+        reason = illegal(parse_layout(spec.layout), spec.model, spec.workload, spec.cluster.num_gpus)
+        if reason:
+            raise ValueError(f"{scenario}: layout {spec.layout!r} can't run: {reason}")
+    typer.echo(f"ok: {clean(spec.name)} ({spec.hash}): {clean(spec.model.name)}, {compact(spec.model.num_params)} parameters, "
+               f"on {spec.cluster.num_gpus:,} x {clean(spec.cluster.gpu.name)}")
