@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from moesim.play import play
-from moesim.program import SEND_NEXT, Body, Program, Task
+from moesim.program import NUM_LANES, SEND_NEXT, Body, Program, Task
 from moesim.wiring import Wiring, barriers, check, closing
 
-HOST, IN = 0, 4  # columns: host, compute, comm, data, input 0, input 1
-OUT, END = 4, 6  # rows: host, compute, comm, data, output 0, output 1, end
+HOST, IN = 0, 1 + NUM_LANES  # columns: host, one for each lane, input 0, input 1
+OUT, END = IN, IN + 2  # rows: host, one for each lane, output 0, output 1, end
 _BLOCK = 64  # programs or draws played together: keeps a level's matrices inside the L2 cache
 _NEVER = -np.inf
 
@@ -102,10 +102,10 @@ def _drawn_seconds(task: Task, draws: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def reduce(body: Body, costs: _Costs) -> np.ndarray:
-    """Max-plus matrices [7, 6, N] of N bodies that share the shape of `body`; -inf where nothing connects."""
+    """Max-plus matrices [END + 1, END, N] of N bodies that share the shape of `body`; -inf where nothing connects."""
     num = costs.seconds.shape[1] if len(body) else 1
-    state = np.full((6, 6, num), _NEVER)
-    state[range(6), range(6)] = 0.0
+    state = np.full((END, END, num), _NEVER)
+    state[range(END), range(END)] = 0.0
     host, streams = state[HOST], list(state[:IN])
     ends: list[np.ndarray] = []
     out: list[np.ndarray | None] = [None, None]
@@ -129,7 +129,7 @@ def reduce(body: Body, costs: _Costs) -> np.ndarray:
 
 
 def _matrices(programs: Sequence[Program], draws) -> tuple[np.ndarray, list[list[int]]]:
-    """Matrices [K, 7, 6, N] over the K combinations of bodies that occur at one entry, and for each rank the K of its
+    """Matrices [K, END + 1, END, N] over the K combinations of bodies that occur at one entry, and for each rank the K of its
     entries."""
     tables: dict[tuple[int, ...], int] = {}
     index = [
@@ -172,12 +172,12 @@ def _play_batch(programs: Sequence[Program], draws: Mapping[str, np.ndarray] | N
 
 
 class _Board:
-    """The state of every rank while orders are played: `state` [ranks, 4, N], what each slot delivers, ends of entries."""
+    """The state of every rank while orders are played: `state` [ranks, IN, N], what each slot delivers, ends of entries."""
 
     def __init__(self, programs: Sequence[Program], wires: Wiring, num: int, draws) -> None:
         program = programs[0]
         self.programs, self.wires, self.draws, self.num = programs, wires, draws, num
-        self.state = np.zeros((program.num_ranks, 4, num))
+        self.state = np.zeros((program.num_ranks, IN, num))
         self.delivered = np.full((2 * wires.num_entries + 1, num), _NEVER)  # the last row is "waits for nothing"
         self.ends = np.zeros((wires.num_entries, num))
         self.sent = np.zeros((2, program.num_ranks, num))
@@ -211,7 +211,7 @@ class _Board:
 
     def play_level(self, level: np.ndarray, matrices: np.ndarray, of_entry: np.ndarray) -> None:
         ranks = self.rank[level]
-        before = np.empty((len(level), 6, self.num))
+        before = np.empty((len(level), END, self.num))
         before[:, :IN] = self.state[ranks]
         before[:, IN] = self.delivered[self.source[level, 0]]
         before[:, IN + 1] = self.delivered[self.source[level, 1]]

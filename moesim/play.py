@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from moesim.program import SEND_NEXT, SEND_PREV, STREAMS, Body, Program, Task
+from moesim.program import NUM_LANES, SEND_NEXT, SEND_PREV, STREAMS, Body, Program, Task
 from moesim.timeline import Record, Timeline, record_spans
 from moesim.wiring import AT_EPILOGUE, AT_PROLOGUE, barriers, check, closing, rendezvous
 
@@ -89,8 +89,8 @@ class _Rank:
     def __init__(self, player: _Player, rank: int) -> None:
         self.player, self.rank = player, rank
         self.host = 0.0
-        self.streams = [0.0, 0.0, 0.0]
-        self.freed_by = ["start", "start", "start"]
+        self.streams = [0.0] * NUM_LANES
+        self.freed_by = ["start"] * NUM_LANES
         self.sent = {SEND_NEXT: 0.0, SEND_PREV: 0.0}
         self.ends: list[float] = []
 

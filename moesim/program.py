@@ -26,8 +26,10 @@ from typing import Mapping, Union
 
 from moesim.schedules import Action, Pair
 
-COMPUTE, COMM, DATA, SEND_NEXT, SEND_PREV, REDUCE = range(6)
-STREAMS = ("compute", "comm", "data", "send_next", "send_prev", "reduce")
+COMPUTE, COMM, DATA, REDUCE, SEND_NEXT, SEND_PREV = range(6)
+STREAMS = ("compute", "comm", "data", "reduce", "send_next", "send_prev")
+NUM_LANES = 4
+"""Streams that tasks of a body may name; the two send streams carry transfers only."""
 """comm: collectives that activations wait for; data: parameter gathers; reduce: gradient reductions."""
 
 

@@ -8,7 +8,7 @@ Attribution rule of `breakdown` (one rank; the parts sum to the makespan):
 * while the compute stream idles, the compute span that ends the idle time says why it started when it did (`cause`):
   "input" -> "exposed send" for the last moments, as long as the transfer itself took, and "bubble" for the rest;
   "host" -> "host"; anything else -> "exposed <role>" of the communication span that runs (the stream the cause names first,
-  then comm, then data), and where none runs, the cause of the next span to start on any stream of the rank;
+  then comm, data, reduce), and where none runs, the cause of the next span to start on any stream of the rank;
 * waiting for other ranks (a barrier, or after the rank's last span) is "bubble";
 * spans of the epilogue, on any stream, read "end of step <role>" in place of "<role>" or "exposed <role>".
 """
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from moesim.program import COMM, COMPUTE, DATA, SEND_NEXT, SEND_PREV, STREAMS, Program
+from moesim.program import COMM, COMPUTE, DATA, REDUCE, SEND_NEXT, SEND_PREV, STREAMS, Program
 from moesim.wiring import AT_EPILOGUE, AT_PROLOGUE, actions
 
 Terms = tuple[tuple[str, str, float], ...]
@@ -89,7 +89,7 @@ class Timeline:
         return breakdown(self, rank).get("bubble", 0.0)
 
     def _communication(self, rank: int, first: int = COMM) -> list[list[Span]]:
-        return [self.lane(rank, stream) for stream in ((COMM, DATA) if first == COMM else (DATA, COMM))]
+        return [self.lane(rank, stream) for stream in ((COMM, DATA, REDUCE) if first == COMM else (DATA, REDUCE, COMM))]
 
 
 def record_spans(program: Program, records: Iterable[Record]) -> Iterator[Span]:
@@ -145,7 +145,7 @@ def _add_gap(parts, timeline: Timeline, rank: int, start: float, end: float, wai
     elif cause == "host":
         parts["host"] += end - start
     else:
-        lanes = timeline._communication(rank, DATA if cause in ("data", "gate") else COMM)
+        lanes = timeline._communication(rank, DATA if cause in ("data", "reduce", "gate") else COMM)
         for a, b, span in _cover(start, end, lanes):
             if span:
                 _add_roles(parts, span, b - a, "exposed ")
