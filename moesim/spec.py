@@ -1,9 +1,9 @@
 """What does a person have to say about a model, a cluster and a run before anything can be predicted?
 
-The nouns of a scenario: ModelSpec, GpuSpec, Tier, ClusterSpec, RoutingSpec, Workload, SearchSpec, MemorySpec, Scenario. All are
-strict, frozen and complete at construction (defaults that follow from other fields are filled in before validation, so no consumer
-meets a None it has to interpret). Values are SI: bytes, bytes/s, FLOP/s, seconds, watts as floats, counts as ints.
-Strings with units ("800 Gb/s") exist only in YAML; load.py turns them into these.
+The nouns of a scenario: ModelSpec, ClusterSpec (with GpuSpec, Tier; defined in hardware.py), RoutingSpec, Workload, SearchSpec,
+MemorySpec, Scenario. All are strict, frozen and complete at construction: defaults that follow from other fields are filled in before
+validation. Values are SI: bytes, bytes/s, FLOP/s, seconds, watts as floats, counts as ints. Text with units ("800 Gb/s") exists only
+in YAML; load.py turns it into these.
 """
 
 from __future__ import annotations
@@ -13,37 +13,15 @@ import json
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from . import closed_form
+from .hardware import Bytes, ClusterSpec, Count, GpuSpec, Name, NumExperts, NumLayers, Positive, Price, Resource, Spec, Text, Tier, Tokens
 
-
-def _quantity(dimension: str, **bounds: Any) -> Any:
-    return Field(allow_inf_nan=False, json_schema_extra={"dimension": dimension}, **{"le": 1e30, **bounds})
-
-
-Bytes = Annotated[float, _quantity("bytes", ge=0)]
-BytesPerSecond = Annotated[float, _quantity("bytes/s", gt=0)]
-FlopsPerSecond = Annotated[float, _quantity("FLOP/s", gt=0)]
-Seconds = Annotated[float, _quantity("s", ge=0)]
-Watts = Annotated[float, _quantity("W", gt=0)]
-Capacity = Annotated[float, _quantity("any", gt=0)]
-Tokens = Annotated[int, _quantity("tokens", ge=1, le=10**18)]
-# Counts are bounded so that a slip of the keyboard ends in a message, not in a day of allocation.
-Count = Annotated[int, Field(ge=0, le=10**9)]
-Positive = Annotated[int, Field(ge=1, le=10**9)]
-NumLayers = Annotated[int, Field(ge=1, le=10_000)]
-NumExperts = Annotated[int, Field(ge=0, le=100_000)]
-Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
-Name = Annotated[str, Field(min_length=1, max_length=200)]
-Text = Annotated[str, Field(min_length=1, max_length=600)]
-
-
-class Spec(BaseModel):
-    """Base of every noun: unknown keys refused, no coercion of types, no mutation."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+__all__ = [
+    "ClusterSpec", "GpuSpec", "MemorySpec", "ModelSpec", "Price", "Resource", "RoutingSpec", "Scenario", "SearchSpec", "Spec", "Tier",
+    "Workload",
+]  # fmt: skip
 
 
 class ModelSpec(Spec):
@@ -145,143 +123,6 @@ class ModelSpec(Spec):
         return closed_form.flops_by_role(self, seq_len)
 
 
-class Price(Spec):
-    """US dollars for one GPU for one hour: the spread of published offers, and one list price where a vendor prints one."""
-
-    low: NonNegative
-    high: NonNegative
-    list: NonNegative | None = None
-    source: Text
-
-    @model_validator(mode="after")
-    def _check(self) -> Price:
-        if self.low > self.high:
-            raise ValueError(f"price low {self.low:g} is above high {self.high:g}")
-        return self
-
-
-class GpuSpec(Spec):
-    """One accelerator. Peaks are dense (no sparsity). A figure nobody published is absent, never guessed."""
-
-    name: Name
-    arch: Name
-    num_sms: Positive | None = None
-    peak_flops: dict[Literal["bf16", "fp8", "fp4"], FlopsPerSecond]
-    hbm_bytes: Bytes
-    hbm_bytes_per_s: BytesPerSecond
-    hbm_measured_bytes_per_s: BytesPerSecond | None = None
-    llc_bytes: Bytes | None = None
-    tdp_w: Watts | None = None
-    usd_per_hour: Price | None = None
-    host_cpu: Literal["x86", "grace"]
-    host_link_bytes_per_s: BytesPerSecond | None = None
-    profile: Name  # the HardwareProfile that prices this GPU by default
-    parent: Name | None = None  # nearest GPU with measurements, where this one has none
-    sources: dict[str, Text] = {}  # field -> URL
-
-    def __hash__(self) -> int:
-        return hash((self.name, self.num_sms, self.hbm_bytes, self.hbm_bytes_per_s))
-
-
-class Tier(Spec):
-    """One level of the network: `span` GPUs reach each other through it; None = all of them."""
-
-    name: Name
-    span: Positive | None
-    bytes_per_s: BytesPerSecond  # a GPU, each direction
-    latency_s: Seconds | None = None
-    oversubscription: Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)] = 1.0
-    transport: Literal["nvlink", "ib", "roce", "efa", "shm", "tcp"]
-    source: Text
-
-
-class Resource(Spec):
-    """Something running work shares: `capacity` of it exists in each rank, node or NVLink domain."""
-
-    name: Name
-    capacity: Capacity  # bytes/s, or a count (SMs, cores, launching threads)
-    scope: Literal["rank", "node", "domain"]
-
-
-class ClusterSpec(Spec):
-    """GPUs, how they are wired, what they cost, how often they fail."""
-
-    name: Name
-    gpu: GpuSpec
-    gpus_per_node: Positive
-    num_nodes: Annotated[int, Field(ge=1, le=1_000_000)]
-    tiers: Annotated[tuple[Tier, ...], Field(min_length=1)]  # inner to outer
-    nics_per_node: Count
-    num_rails: Count
-    runtime_reserve_bytes: Bytes
-    usd_per_gpu_hour: NonNegative | None = None  # None: the GPU's list price
-    failures_per_node_day: NonNegative | None = None
-    resources: tuple[Resource, ...]  # filled in from gpu and tiers: sms, hbm, nvlink, nic, host
-    sources: dict[str, Text] = {}  # field -> URL
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "resources" not in data:
-            return {**data, "resources": _gpu_resources(data)}
-        return data
-
-    @model_validator(mode="after")
-    def _check(self) -> ClusterSpec:
-        problem = _tier_problem(self)
-        if problem:
-            raise ValueError(problem)
-        return self
-
-    @property
-    def num_gpus(self) -> int:
-        return self.num_nodes * self.gpus_per_node
-
-    @property
-    def domain(self) -> int:
-        """GPUs that reach each other without leaving the innermost tier (8 in an HGX node, 72 in an NVL72 rack)."""
-        return min(self.tiers[0].span or self.num_gpus, self.num_gpus)
-
-    @property
-    def price(self) -> float | None:
-        """US dollars a GPU-hour: the cluster's own price, else the GPU's list price, else unknown."""
-        if self.usd_per_gpu_hour is not None:
-            return self.usd_per_gpu_hour
-        return self.gpu.usd_per_hour.list if self.gpu.usd_per_hour else None
-
-
-def _gpu_resources(data: dict[str, Any]) -> tuple[Any, ...]:
-    """The shared resources of a GPU cluster, from fields that may still be plain dicts; what is unknown is left out."""
-    get = lambda thing, key: thing.get(key) if isinstance(thing, dict) else getattr(thing, key, None)  # noqa: E731
-    gpu, tiers = data.get("gpu"), data.get("tiers") or ()
-    network = [t for t in tiers if get(t, "transport") in ("ib", "roce", "efa")] if isinstance(tiers, (tuple, list)) else []
-    inner = tiers[0] if isinstance(tiers, (tuple, list)) and tiers else None
-    found = [
-        ("sms", get(gpu, "num_sms")),
-        ("hbm", get(gpu, "hbm_bytes_per_s")),
-        ("nvlink", get(inner, "bytes_per_s")),
-        ("nic", get(network[0], "bytes_per_s") if network else None),
-        ("host", 1),  # one launching thread a rank
-    ]
-    return tuple(Resource(name=n, capacity=float(c), scope="rank") for n, c in found if isinstance(c, (int, float)) and c > 0)
-
-
-def _tier_problem(cluster: ClusterSpec) -> str | None:
-    spans = [t.span for t in cluster.tiers]
-    if None in spans[:-1]:
-        return f"tiers: only the outermost tier may span everything (null), found spans {spans}"
-    known = [s for s in spans if s is not None]
-    if any(a >= b for a, b in zip(known, known[1:])):
-        return f"tiers must be listed inner to outer with growing spans, found {spans}"
-    last = spans[-1]
-    if last is not None and last < cluster.num_gpus:
-        return f"tiers: the outermost tier spans {last} GPUs, fewer than the {cluster.num_gpus} of the cluster; use span: null"
-    names = [t.name for t in cluster.tiers]
-    if len(set(names)) < len(names):
-        return f"tiers: names must differ, found {names}"
-    return None
-
-
 class RoutingSpec(Spec):
     """How tokens spread over experts, and what happens to those above an expert's or a rank's capacity."""
 
@@ -357,11 +198,16 @@ class SearchSpec(Spec):
     stages: Axis = None
 
 
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
 class MemorySpec(Spec):
     """What stands between the bytes a layout needs and "it fits"."""
 
-    margin: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.05
-    allocator_slack: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.03
+    margin: Share = 0.05  # assumed: room for what the memory model gets wrong
+    # Reserved over allocated, 14,766 / 14,341 MB in https://github.com/pytorch/pytorch/pull/44742 (a split-friendly allocator);
+    # without expandable segments it can be tens of per cent.
+    allocator_slack: Share = 0.03
     runtime_reserve_bytes: Bytes | None = None  # None: the cluster's
 
 
