@@ -118,6 +118,8 @@ def gemm_row(line: int, row: dict[str, str]) -> Row:
         raise ValueError("forward, input and weight gradient timed together: not one kernel")
     if shape["groups"] > 1:
         shape["weight_grad"] = float("wgrad" in notes)
+        if shape["weight_grad"]:
+            shape.update(m=shape["k"], n=shape["m"], k=shape["n"])  # such rows list the gradient's shape: their k is the tokens a group
         return _row("grouped_gemm", build, "DeepGEMM" if "DeepGEMM" in notes else "unnamed")
     return _row("gemm", build, _kernel(notes))
 

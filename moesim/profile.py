@@ -77,9 +77,11 @@ class Gamma(_Frozen):
 
 
 class Sustained(_Frozen):
-    """In-training rate of the tensor cores over the burst rate the tables show."""
+    """In-training rate of the tensor cores over the burst rate the tables show, and the clock droop of long kernels in training."""
 
     factor: float = Field(gt=0, le=1.5)
+    droop: float = Field(ge=0)
+    droop_s: float = Field(gt=0)
     sigma_log: float = Field(ge=0)
     provenance: Literal["measured", "interpolated", "extrapolated", "datasheet", "assumed"]
     evidence: dict[str, float]
@@ -137,7 +139,7 @@ class HardwareProfile(_Frozen):
         cause = self.sustained.get(term.name.rsplit(".", 1)[-1])
         if not in_training or cause is None or term.kind not in ("gemm", "grouped_gemm"):
             return term.parameters
-        return {**term.parameters, "rate": term.parameters["rate"] * cause.factor}
+        return {**term.parameters, "rate": term.parameters["rate"] * cause.factor, "droop": cause.droop, "droop_s": cause.droop_s}
 
     def price(self, ops: Sequence[Op], cluster, in_training: bool = True) -> Prices:
         """Seconds and busy seconds of every op on ``cluster`` (its tiers place groups and give link rates).

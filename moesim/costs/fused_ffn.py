@@ -8,20 +8,29 @@ from __future__ import annotations
 import numpy as np
 
 from moesim.costs.base import Parameter
-from moesim.costs.tiles import droop, tile_seconds
+from moesim.costs.tiles import tile_seconds
 
 PARAMETERS = (
     Parameter("rate", "FLOP/s", 1e13, 2e16, 1.5e15, "flops"),
-    Parameter("ramp_k", "elements", 0.0, 3000.0, 250.0),
-    Parameter("small_tile", "1", 0.0, 0.6, 0.08),
-    Parameter("quantisation", "1", 0.0, 1.0, 0.2),
     Parameter("bandwidth", "bytes/s", 5e11, 2e13, 5e12, "hbm"),
     Parameter("row_bandwidth", "bytes/s", 2e11, 2e13, 3e12, "hbm"),
-    Parameter("fixed_s", "s", 1e-6, 1e-3, 3e-5),
-    Parameter("droop", "1", 0.0, 1.0, 0.2),
-    Parameter("droop_s", "s", 3e-5, 5e-3, 5e-4),
-    Parameter("skew", "1", 0.0, 1.0, 0.05),
+    Parameter("fixed_s", "s", 1e-6, 1e-3, 5e-5),
+    Parameter("skew", "1", 1e-3, 1.0, 0.1),
+    Parameter("ramp_k", "elements", 0.0, 3000.0, 300.0, fitted=False),
+    Parameter("small_tile", "1", 0.0, 0.6, 0.09, fitted=False),
+    Parameter("quantisation", "1", 0.0, 1.0, 1.0, fitted=False),
 )
+
+
+def experts_reached(rows, experts, exponent):
+    """Expected experts with at least one row when expert i draws a share proportional to i ** -exponent (0: every expert is
+    reached as soon as there are rows enough, as balanced routing deals them)."""
+    rows, experts, exponent = np.broadcast_arrays(*(np.atleast_1d(np.asarray(a, dtype=float)) for a in (rows, experts, exponent)))
+    ranks = np.arange(1.0, experts.max() + 1)
+    shares = np.where(ranks <= experts[:, None], ranks ** -exponent[:, None], 0.0)
+    shares /= shares.sum(axis=1, keepdims=True)
+    skewed = -np.expm1(-rows[:, None] * shares).sum(axis=1)
+    return np.where(exponent > 0, skewed, np.minimum(rows, experts))
 
 
 def seconds(params, num_sms, tokens, top_k, hidden, inter, experts, width, exponent):
@@ -32,11 +41,11 @@ def seconds(params, num_sms, tokens, top_k, hidden, inter, experts, width, expon
     Positive and monotone in tokens, hidden, inter, experts.
     """
     rows = tokens * top_k
-    reached = experts * -np.expm1(rows * np.log1p(-1.0 / (experts + 1e-9)))
+    reached = experts_reached(rows, experts, exponent)
     per_group = np.maximum(rows / experts, 1.0)
     compute = tile_seconds(params, num_sms, per_group, 2 * inter, hidden, experts)
     compute = compute + tile_seconds(params, num_sms, per_group, hidden, inter, experts)
     memory = 3.0 * reached * hidden * inter * width / params["bandwidth"]
     traffic = rows * (hidden * (4.0 + width) + inter * (6.0 + width)) / params["row_bandwidth"]
-    kernel = (droop(compute, params) ** 3 + memory**3) ** (1 / 3)
+    kernel = (compute**3 + memory**3) ** (1 / 3)
     return params["fixed_s"] + (kernel + traffic) * (1.0 + params["skew"] * exponent)

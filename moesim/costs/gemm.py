@@ -14,7 +14,7 @@ PARAMETERS = (
     Parameter("quantisation", "1", 0.0, 1.0, 0.5),
     Parameter("bandwidth", "bytes/s", 5e11, 2e13, 5e12, "hbm"),
     Parameter("fixed_s", "s", 5e-7, 3e-5, 3e-6),
-    Parameter("droop", "1", 0.0, 1.0, 0.2),
+    Parameter("droop", "1", 0.0, 1.5, 0.2),
     Parameter("droop_s", "s", 3e-5, 5e-3, 5e-4),
     Parameter("quant_row_s", "s", 0.0, 2e-8, 0.0),
     Parameter("quant_bandwidth", "bytes/s", 5e11, 2e13, 5e12, "hbm"),

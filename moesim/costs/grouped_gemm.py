@@ -10,7 +10,7 @@ from moesim.costs.tiles import droop, tile_seconds
 PARAMETERS = (
     Parameter("efficiency", "1", 0.2, 1.2, 0.85),
     Parameter("wgrad_efficiency", "1", 0.1, 1.2, 0.7),
-    Parameter("group_s", "s", 0.0, 2e-5, 3e-7),
+    Parameter("group_s", "s", 1e-8, 2e-5, 1e-6),
     Parameter("grouped_fixed_s", "s", 1e-6, 1e-4, 1e-5),
 )
 

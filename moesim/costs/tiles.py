@@ -41,4 +41,5 @@ def droop(seconds, params):
     Burst tables of Blackwell GPUs fall by 15-20% once a kernel runs for about a millisecond
     (https://github.com/ai-dynamo/aiconfigurator/tree/095f58a51c/aic-core/src/aiconfigurator_core/systems). Monotone.
     """
-    return seconds * (1.0 + params["droop"] * seconds / (seconds + params["droop_s"]))
+    late = seconds**2 / (seconds**2 + params["droop_s"] ** 2)
+    return seconds * (1.0 + params["droop"] * late)
