@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import difflib
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .layout import DEFAULT_SMS, LAYOUT_FIELDS, Layout
+from .load import read_yaml, scenarios_dir
 
 Launches = Annotated[float, Field(ge=0, le=1e5, allow_inf_nan=False)]
 Factor = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Dispatcher = Literal["alltoall", "sync_free", "dedup"]
 Graphs = Literal["none", "layer", "full"]
-Provenance = Literal["measured", "documented", "assumed"]
+Provenance = Literal["measured", "documented"]
 
 DEGREES = ("pp", "dp", "rep", "cp", "tp", "ep", "etp", "mb", "stages")
 """Layout fields no stack can know."""
@@ -51,24 +51,39 @@ class Stack(BaseModel):
     host_waits: dict[Dispatcher, Annotated[int, Field(ge=0, le=100)]]  # device-to-host waits of one MoE layer's forward
     local_host_waits: Annotated[int, Field(ge=0, le=100)] = 0  # the same without expert parallelism
 
-    pointwise_fusion: Factor = 1.0  # factor on the traffic of memory-bound ops: 1 = each op reads and writes once
+    pointwise_fusion: Factor = 1.0  # factor on the traffic of memory-bound ops: 1 = each fused op reads and writes once
+    score_passes: Annotated[float, Field(ge=0, le=100)] = 0.0  # passes over heads x seq x seq BF16 scores, forward; 0 = flash attention
     permute_passes: dict[Dispatcher, Annotated[float, Field(ge=0, le=20)]]  # passes over the k*T routed rows, a layer forward
     local_permute_passes: Annotated[float, Field(ge=0, le=20)] = 2.0
     grouped_gemm: Literal["grouped", "loop"] = "grouped"  # one kernel for all local experts | one GEMM each
     grad_accumulate_bytes: Annotated[float, Field(ge=0, le=64)] = 8.0  # bytes a parameter a microbatch, beyond the GEMM's operands
+    saves_expert_output: bool = False  # expert outputs kept for the router's gradient (weights applied after the down-projection)
     end_of_step_s: Annotated[float, Field(ge=0, le=60, allow_inf_nan=False)] = 0.0  # host work between steps nothing hides
     graph_coverage: dict[Graphs, Share] = {"none": 0.0, "layer": 0.5, "full": 1.0}  # share of a layer's launches captured
 
+    # FSDP2 gathers into one buffer and copies it out to the parameters, and copies gradients into one buffer before it reduces
+    # them; it waits until fewer than this many reductions are in flight before it copies the next ones in
+    # (https://github.com/pytorch/pytorch/blob/v2.11.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
+    fsdp_copy_out_bytes: Annotated[float, Field(ge=0, le=64)] = 4.0  # a gathered parameter: bf16 read and written
+    fsdp_copy_in_bytes: Annotated[float, Field(ge=0, le=64)] = 6.0  # a gradient: bf16 read, FP32 written
+    fsdp_reduces_in_flight: Annotated[int, Field(ge=1, le=64)] = 1
+    fsdp_prefetch: Annotated[int, Field(ge=0, le=64)] = 1  # layers gathered ahead under ZeRO-3
+    selective_recompute: tuple[str, ...] = ("core_attn",)  # roles meant by a bare "selective"
+    unstated_vpp: Literal["none", "full"] = "none"  # chunks of a pipeline a run does not interleave in words | one layer a chunk
+    unstated_etp: Literal["one", "tp"] = "one"  # expert tensor parallel degree of a run that states none
     defaults: dict[str, int | bool | str | tuple[str, ...]] = {}  # Layout fields to assume where a run is silent
-    sources: dict[str, str]  # field -> public address, or the count it comes from
-    provenance: dict[str, Provenance]  # field -> measured | documented by the authors | assumed
+    sources: dict[str, str]  # field -> public address, or the reasoning behind an assumed value
+    provenance: dict[str, Provenance] = {}  # field -> measured | documented by the authors; a field not named is assumed
 
     @model_validator(mode="before")
     @classmethod
     def _tuples(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or not isinstance(data.get("defaults"), dict):
+        if not isinstance(data, dict):
             return data
-        return {**data, "defaults": {k: tuple(v) if isinstance(v, list) else v for k, v in data["defaults"].items()}}
+        tuples = {k: tuple(data[k]) for k in ("selective_recompute",) if isinstance(data.get(k), list)}
+        if isinstance(data.get("defaults"), dict):
+            tuples["defaults"] = {k: tuple(v) if isinstance(v, list) else v for k, v in data["defaults"].items()}
+        return {**data, **tuples}
 
     @model_validator(mode="after")
     def _check(self) -> Stack:
@@ -95,11 +110,6 @@ class Stack(BaseModel):
         """Whether the parameter gather runs under the next forward unless a run says otherwise."""
         return "param" in self.default_layout.overlap
 
-    @property
-    def fsdp_prefetch(self) -> int:
-        """Layers gathered ahead under ZeRO-3 unless a run says otherwise."""
-        return self.default_layout.prefetch
-
     def waits(self, dispatcher: str, ep: int) -> int:
         """Device-to-host waits of one MoE layer's forward."""
         return self.host_waits[dispatcher] if ep > 1 else self.local_host_waits
@@ -120,29 +130,33 @@ def _problem(stack: Stack) -> str | None:
     if set(stack.graph_coverage) != {"none", "layer", "full"}:
         return "graph_coverage needs none, layer and full"
     given = stack.model_fields_set - {"name", "description", "sources", "provenance"}
-    for kind in ("sources", "provenance"):
-        lacking = sorted(given - set(getattr(stack, kind)))
-        extra = sorted(set(getattr(stack, kind)) - given)
-        if lacking or extra:
-            return f"{kind} " + (f"lacks {', '.join(lacking)}" if lacking else f"names {extra[0]}, which is not given")
+    lacking, extra = sorted(given - set(stack.sources)), sorted((set(stack.sources) | set(stack.provenance)) - given)
+    if lacking or extra:
+        return f"sources lacks {', '.join(lacking)}" if lacking else f"sources or provenance names {extra[0]}, which is not given"
     return None
-
-
-def stack_directory() -> Path:
-    return Path(__file__).resolve().parent.parent / "scenarios" / "stacks"
 
 
 def stack_names() -> tuple[str, ...]:
     """Names of the shipped stacks."""
-    return tuple(sorted(p.stem for p in stack_directory().glob("*.yaml")))
+    return tuple(sorted(p.stem for p in (scenarios_dir() / "stacks").glob("*.yaml")))
 
 
 @lru_cache(maxsize=None)
 def load_stack(name: str) -> Stack:
     """A shipped stack by name. Raises ValueError naming the nearest match."""
-    import yaml
-
     if name not in stack_names():
         near = difflib.get_close_matches(name, stack_names(), n=1, cutoff=0.0)
         raise ValueError(f"stack {name!r} is not one of {', '.join(stack_names())}" + (f"; nearest {near[0]!r}" if near else ""))
-    return Stack(**yaml.safe_load((stack_directory() / f"{name}.yaml").read_text()))
+    return Stack(**_read(name))
+
+
+def _read(name: str) -> dict[str, Any]:
+    """The fields of a stack's file over those of the stack it `extends`; tables of labels are merged, other values replaced."""
+    data = dict(read_yaml(scenarios_dir() / "stacks" / f"{name}.yaml").data)
+    parent = data.pop("extends", None)
+    if parent is None:
+        return data
+    base = _read(parent)
+    changed = {key for key in data if key not in ("sources", "provenance")}
+    tables = {t: {k: v for k, v in base.get(t, {}).items() if k not in changed} | data.pop(t, {}) for t in ("sources", "provenance")}
+    return {**base, **data, **tables}
