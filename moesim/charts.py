@@ -10,6 +10,7 @@ from html import escape
 from typing import Any, Iterable, Mapping, Sequence
 
 from moesim.plan import Candidate, Plan
+from moesim.program import STREAMS
 from moesim.report import GIB, PROVENANCE, clean
 
 Figure = dict[str, Any]
@@ -171,9 +172,14 @@ def _merged_note(num_spans: int, num_shown: int, resolution: float) -> str:
     return f" ({num_spans:,} spans drawn as {num_shown:,}, finer than {1e3 * resolution:.2g} ms merged)" if num_shown < num_spans else ""
 
 
+def _stream(span: Mapping[str, Any]) -> str:
+    """Its name; a number is an index in STREAMS."""
+    return STREAMS[span["stream"]] if isinstance(span["stream"], int) else str(span["stream"])
+
+
 def _lane(span: Mapping[str, Any]) -> tuple[int, int, str]:
-    stream = str(span["stream"])
-    return span["rank"], stream != "compute", stream
+    stream = _stream(span)
+    return span["rank"], STREAMS.index(stream) if stream in STREAMS else len(STREAMS), stream
 
 
 def _bars(kind: str, spans: Iterable[Mapping[str, Any]], colour: str) -> Figure:
@@ -182,7 +188,7 @@ def _bars(kind: str, spans: Iterable[Mapping[str, Any]], colour: str) -> Figure:
         "type": "bar",
         "orientation": "h",
         "name": _label(kind),
-        "y": [f"{s['rank']} {_label(s['stream'])}" for s in spans],
+        "y": [f"{s['rank']} {_label(_stream(s))}" for s in spans],
         "base": [round(s["start"], 9) for s in spans],
         "x": [round(s["end"] - s["start"], 9) for s in spans],
         "text": [_label(s["name"]) for s in spans],

@@ -160,7 +160,7 @@ def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None] | None]:
 
 
 def _write_json(path: str | Path, content: Any, indent: int | None = 1) -> None:
-    from moesim.page import write_atomically
+    from moesim.files import write_atomically
 
     text = json.dumps(content, indent=indent, allow_nan=False) + "\n"
     if str(path) == STDOUT:
@@ -305,7 +305,7 @@ def ops(
       moesim ops olmo_core3_new -o ops.jsonl
     """
     from moesim import search
-    from moesim.page import write_atomically
+    from moesim.files import write_atomically
 
     _check_outputs(output)
     lines = (json.dumps(op, allow_nan=False) + "\n" for op in search.list_ops(_load(scenario, sets), layout))

@@ -2,7 +2,7 @@
 
 ``train.yaml`` holds everything the trainer needs (model, layout text, workload, seed) and what was predicted, so that a run can
 be held against its plan. ``launch.sh`` runs on every node; ranks are numbered node by node, which is what keeps a layout's inner
-groups inside a node. Both are written whole or not at all.
+groups inside a node. The config is written first: a folder that holds it is known as ours.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moesim import __version__
+from moesim.files import write_atomically
 from moesim.plan import Candidate
 from moesim.spec import Scenario
 
@@ -45,17 +46,9 @@ def write_launch(directory: str | os.PathLike[str], scenario: Scenario, winner: 
     """Write config and script of ``winner`` into ``directory`` (made when missing); returns their paths. ValueError, OSError."""
     path = check_directory(directory)
     path.mkdir(parents=True, exist_ok=True)
-    texts = {CONFIG: _config(scenario, winner), SCRIPT: _script(scenario)}
-    drafts = {name: path / f".{name}.{os.getpid()}.tmp" for name in texts}
-    try:
-        for name, draft in drafts.items():
-            draft.write_text(texts[name], encoding="utf-8", errors="replace")
-        drafts[SCRIPT].chmod(0o755)
-        for name, draft in drafts.items():
-            os.replace(draft, path / name)
-    finally:
-        for draft in drafts.values():
-            draft.unlink(missing_ok=True)
+    write_atomically(path / CONFIG, _config(scenario, winner))
+    write_atomically(path / SCRIPT, _script(scenario))
+    (path / SCRIPT).chmod(0o755)
     return path / CONFIG, path / SCRIPT
 
 

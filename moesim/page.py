@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from html import escape
-from pathlib import Path
 from typing import Any, Iterable
 
 from moesim import charts, report
+from moesim.files import write_atomically
 from moesim.plan import Candidate, Plan
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -29,32 +28,6 @@ CHARTS = {
 def write_html(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write ``plan`` as one self-contained HTML file at ``path``, whole or not at all. Raises OSError where it can't."""
     write_atomically(path, render(plan))
-
-
-def write_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """UTF-8 text to ``path`` by way of a temporary file beside it: a reader sees the old file or the new one.
-
-    A link is followed; a device or pipe (/dev/null) is written to, never replaced.
-    """
-    target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        target.write_text(text, encoding="utf-8", errors="replace", newline="\n")
-        return
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", errors="replace", newline="\n") as file:
-            file.write(text)
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def render(plan: Plan) -> str:

@@ -159,7 +159,7 @@ def _facts(rows: Iterable[tuple[str, str]]) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for label, text in rows:
-        table.add_row(label, Text(text))
+        table.add_row(Text(label), Text(text))
     return table
 
 
