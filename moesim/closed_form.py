@@ -31,8 +31,9 @@ def fill_model_defaults(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _default_head_dim(data: dict[str, Any], numbers: dict[str, int]) -> int | None:
-    if data.get("attention") == "mla":
-        return numbers.get("qk_nope_head_dim", 0) + numbers.get("qk_rope_head_dim", 0) or None
+    parts = [numbers.get("qk_nope_head_dim", 0), numbers.get("qk_rope_head_dim", 0)]
+    if data.get("attention") == "mla" and all(parts):
+        return sum(parts)
     heads, hidden = numbers.get("num_heads", 0), numbers.get("hidden_size", 0)
     return hidden // heads if heads > 0 and hidden > 0 and hidden % heads == 0 else None
 

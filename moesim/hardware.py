@@ -71,7 +71,7 @@ class GpuSpec(Spec):
     parent: Name | None = None  # nearest GPU with measurements, where this one has none
     sources: dict[str, Text] = {}  # field -> URL
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # dicts have no hash of their own
         return hash((self.name, self.num_sms, self.hbm_bytes, self.hbm_bytes_per_s))
 
 
@@ -114,9 +114,10 @@ class ClusterSpec(Spec):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "resources" not in data:
-            return {**data, "resources": _gpu_resources(data)}
-        return data
+        if not isinstance(data, dict):
+            return data
+        whole = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}  # as JSON has them
+        return whole if "resources" in data else whole | {"resources": _gpu_resources(whole)}
 
     @model_validator(mode="after")
     def _check(self) -> ClusterSpec:
@@ -125,8 +126,12 @@ class ClusterSpec(Spec):
             raise ValueError(problem)
         return self
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.gpu, self.num_nodes, self.tiers))
+
     @property
     def num_gpus(self) -> int:
+        """GPUs of the whole cluster."""
         return self.num_nodes * self.gpus_per_node
 
     @property
