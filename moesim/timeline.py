@@ -82,7 +82,7 @@ class Timeline:
     def exposed_communication(self, rank: int) -> float:
         """Seconds in which the compute stream idles while a communication task of the rank runs."""
         gaps = [(start, end) for start, end, _ in _gaps(self.lane(rank, COMPUTE), self.makespan)]
-        return sum(end - start for a, b in gaps for start, end, span in _cover(a, b, self._communication(rank)) if span)
+        return sum(end - start for a, b in gaps for start, end, span in _cover(a, b, self.communication(rank)) if span)
 
     def bubble(self, rank: int) -> float:
         """Seconds spent waiting for other ranks, by the rule of `breakdown`."""

@@ -38,6 +38,12 @@ class Wiring:
         return len(self.rank)
 
     @cached_property
+    def waits(self) -> tuple[tuple[frozenset[int], ...], ...]:
+        """waits[rank][position] = which of inputs 0 and 1 the entry waits for."""
+        sets = [frozenset(j for j in (0, 1) if slots[j] >= 0) for slots in self.source]
+        return tuple(tuple(sets[a:b]) for a, b in zip(self.first, (*self.first[1:], len(sets))))
+
+    @cached_property
     def levels(self) -> tuple[tuple[int, ...], ...]:
         """Entries by depth: an entry needs only entries of earlier levels, and a level holds at most one entry of a rank.
         ValueError if the orders wait for each other in a ring."""
@@ -71,10 +77,10 @@ def check(program: Program) -> Wiring:
     for r, (order, indices) in enumerate(zip(program.orders, program.body_index, strict=True)):
         if len(order) != len(indices):
             raise ValueError(f"rank {r}: {len(order)} actions but {len(indices)} bodies")
-        for i, k in enumerate(indices):
-            slots = wires.source[wires.first[r] + i]
-            if any(slot >= 0 and j not in inputs[k] for j, slot in enumerate(slots)):
-                raise ValueError(f"{order[i]} on rank {r}: body {k} has no task with the input that the action waits for")
+        for k, waits in set(zip(indices, wires.waits[r])):
+            if not waits <= inputs[k]:
+                at = next(i for i, pair in enumerate(zip(indices, wires.waits[r])) if pair == (k, waits))
+                raise ValueError(f"{order[at]} on rank {r}: body {k} has no task with the input that the action waits for")
     return wires
 
 

@@ -1,0 +1,493 @@
+"""How long does a step take when running things share links, memory and SMs? (The discrete-event simulation, on simpy.)
+
+Each rank keeps its own small event loop: `due` holds the next event of each of its lanes (the streams of tasks and the
+two send streams), a start for an idle lane, an end for a busy one. A rank runs ahead of the global clock for as long as
+nothing from outside can reach it; it falls back to one simpy timeout per event while a lane waits for an arrival or meets
+other ranks. Between ranks everything (arrivals, barriers, rendezvous) is a simpy timeout. Rates are looked up by the set of
+running tasks, and a task is re-timed only when its rate changes.
+
+Rules: ties are resolved by (time, rank, stream, issue order), a stream's order being fixed beforehand. A task takes its SMs
+when it starts or begins to wait for its peers (a collective's kernel spins there); waiting tasks try again in stream order
+whenever SMs get free. A rendezvous group starts when its last member is ready, takes the longest of its members' seconds and
+goes at the lowest rate that any member's rank grants. Else the rules are those of `moesim.paths`; rates: `moesim.sharing`.
+Rates never exceed 1 and orders are fixed, so no event comes earlier than in the longest path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import simpy
+
+from moesim.play import Jitter, scaled_lag
+from moesim.program import NUM_LANES, SEND_NEXT, SEND_PREV, STREAMS, Body, Program, Task
+from moesim.sharing import Load, gamma_table, rates
+from moesim.timeline import Record, Timeline, record_spans
+from moesim.wiring import AT_EPILOGUE, AT_PROLOGUE, check, closing, rendezvous
+
+_NEVER = float("inf")
+
+
+def run(program: Program, *, jitter: Jitter | None = None, spans: bool = True) -> Timeline:
+    """One step with contention. `spans=False` keeps the makespan only. ValueError (one line) for a deadlock."""
+    world = _World(program, jitter, spans)
+    for rank in world.ranks:
+        rank.go()
+    world.env.run()
+    stuck = [rank for rank in world.ranks if not rank.ended()]
+    if stuck:
+        raise ValueError("deadlock: " + ", ".join(rank.where() for rank in stuck[:4]))
+    makespan = max(rank.last_end for rank in world.ranks)
+    return Timeline(makespan, program.num_ranks, (lambda: record_spans(program, world.records)) if spans else tuple)
+
+
+class _Compiled:
+    """A body as a rank plays it. lanes[stream] = its task numbers in order; needs[k] = deps on other streams (its own keep
+    order by themselves); segment[k] = host waits before task k, waits = the tasks that end a segment; issued[k] = host seconds
+    of its segment before it, rest = those after the last wait; offset[k] = least seconds from the segment's start to k's start."""
+
+    def __init__(self, body: Body, signature: Callable[[Task], int]) -> None:
+        self.body = body
+        self.lanes = [[k for k, task in enumerate(body) if task.stream == lane] for lane in range(NUM_LANES)]
+        self.needs = [tuple(d for d in task.deps if body[d].stream != task.stream) for task in body]
+        self.signature = [signature(task) for task in body]
+        self.meets = [task.group >= 0 or task.barrier >= 0 for task in body]
+        self.outputs = frozenset(task.output for task in body)
+        self.issued: list[float] = []
+        self.segment: list[int] = []
+        self.rest = 0.0
+        for task in body:
+            self.issued.append(self.rest)
+            self.segment.append(self.segment[-1] + body[len(self.segment) - 1].blocks_host if self.segment else 0)
+            self.rest = 0.0 if task.blocks_host else self.rest + task.host_s
+        self.waits = [k for k, task in enumerate(body) if task.blocks_host]
+        self.offset = [before + task.lag_s - task.seconds for before, task in zip(self.issued, body)]
+
+
+class _World:
+    """What ranks share: the clock, deliveries by slot, meetings, and the table of rates by what runs."""
+
+    def __init__(self, program: Program, jitter: Jitter | None, spans: bool) -> None:
+        self.program, self.jitter = program, jitter
+        self.env = simpy.Environment()
+        self.wires = check(program)
+        self.delivered = [_NEVER] * (2 * self.wires.num_entries)
+        self.records: list[Record] | None = [] if spans else None
+        self.loads: dict[Load, int] = {}
+        self.gammas = gamma_table(program.gammas)
+        self.rates = lru_cache(maxsize=None)(self._rates)
+        self.sends = [self._send(stream) for stream in (SEND_NEXT, SEND_PREV)]
+        compiled = {id(body): _Compiled(body, self._signature) for body in (*program.bodies, *program.prologue, *program.epilogue, ())}
+        self.ranks = [_Rank(self, r, compiled) for r in range(program.num_ranks)]
+        self.meetings = {key: _Meeting(self, len(ranks), key[0] == "barrier") for key, ranks in rendezvous(program).items()}
+
+    def _send(self, stream: int) -> tuple[float, int] | None:
+        transfer = self.program.transfer_forward if stream == SEND_NEXT else self.program.transfer_backward
+        return transfer and (transfer.seconds, self._number(Load("send", transfer.uses, 0, stream)))
+
+    def _signature(self, task: Task) -> int:
+        if self.program.num_sms and task.sms > self.program.num_sms:
+            raise ValueError(f"task {task.name} wants {task.sms} SMs of a GPU that has {self.program.num_sms}")
+        return self._number(Load(task.kind, task.uses, task.sms, task.stream))
+
+    def _number(self, load: Load) -> int:
+        if any(share > 1.0 + 1e-9 for _, share in load.uses):
+            raise ValueError(f"{load.kind}: a task alone may use at most all of a resource, got {load.uses}")
+        return self.loads.setdefault(load, len(self.loads) + 1)
+
+    def _rates(self, running: tuple[int, ...]) -> tuple[float, ...] | None:
+        """Rate by lane where `running` holds the number of each lane's load (0: idle); None if all go at solo speed."""
+        loads = list(self.loads)
+        lanes = [lane for lane, number in enumerate(running) if number]
+        found = dict(zip(lanes, rates([loads[running[lane] - 1] for lane in lanes], self.gammas, self.program.num_sms)))
+        return tuple(found.get(lane, 1.0) for lane in range(len(STREAMS))) if any(rate != 1.0 for rate in found.values()) else None
+
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        """Calls `action` when the clock reaches `time`."""
+        timeout = self.env.timeout(max(0.0, time - self.env.now))
+        timeout.callbacks.append(lambda _: action())
+
+    def deliver(self, slot: int, time: float) -> None:
+        target = self.wires.target[slot]
+        if target < 0:
+            return
+        rank = self.ranks[self.wires.rank[target >> 1]]
+        if self.wires.stream[slot] < 0:
+            self.delivered[slot] = time
+        else:
+            self.at(time, lambda: rank.receive(slot, time))
+
+
+class _Meeting:
+    """Ranks that wait for each other: a barrier (start together) or a rendezvous group (start and end together)."""
+
+    def __init__(self, world: _World, num_members: int, is_barrier: bool) -> None:
+        self.world, self.num_members, self.is_barrier = world, num_members, is_barrier
+        self.members: list[tuple[_Rank, int, float]] = []
+        self.start = 0.0
+        self.granted: dict[int, float] = {}
+        self.rate, self.left, self.since, self.due = 0.0, 0.0, 0.0, _NEVER
+
+    def reach(self, rank: _Rank, lane: int, time: float, seconds: float) -> None:
+        self.members.append((rank, lane, seconds))
+        self.start = max(self.start, time)
+        if len(self.members) == self.num_members:
+            self.world.at(self.start, self.begin)
+
+    def begin(self) -> None:
+        self.members.sort(key=lambda member: member[0].number)
+        if not self.is_barrier:
+            self.left, self.since = max(seconds for _, _, seconds in self.members), self.start
+            self.granted = {rank.number: 0.0 for rank, _, _ in self.members}
+        for rank, lane, seconds in self.members:
+            rank.begin(lane, self.start, seconds, None if self.is_barrier else self)
+            rank.num_coupled -= self.is_barrier
+        for rank, _, _ in self.members:
+            rank.go()
+
+    def grant(self, number: int, rate: float, time: float) -> None:
+        """Rank `number` now lets the group go at `rate`."""
+        self.granted[number] = rate
+        slowest = min(self.granted.values())
+        if slowest != self.rate:
+            self.left, self.since, self.rate = self.left - (time - self.since) * self.rate, time, slowest
+            self.due = due = time + self.left / slowest if slowest else _NEVER
+            if slowest:
+                self.world.at(due, lambda: self.end(due))
+
+    def end(self, due: float) -> None:
+        if due != self.due:
+            return  # the rate changed since this end was foreseen
+        self.due = _NEVER
+        for rank, lane, _ in self.members:
+            rank.num_coupled -= 1
+            rank.finish(lane, due)
+        for rank, _, _ in self.members:
+            rank.go()
+
+
+_IDLE, _BUSY, _HELD = range(3)
+
+
+class _Rank:
+    """One rank's clocks and event loop. Entries are counted with the prologue as 0 and the epilogue last. By lane: `due` the
+    time of its next event, `state` idle (its head may start), busy, or held (waits for SMs or a meeting), `entry` and `index`
+    its head."""
+
+    def __init__(self, world: _World, number: int, compiled: dict[int, _Compiled]) -> None:
+        program, wires = world.program, world.wires
+        self.world, self.number = world, number
+        bodies = [program.bodies[k] for k in program.body_index[number]]
+        ends = [which[number] if which else () for which in (program.prologue, program.epilogue)]
+        self.entries = [compiled[id(body)] for body in (ends[0], *bodies, ends[1])]
+        self.first = wires.first[number] - 1  # entry of the wiring = first + entry here
+        self.scale = [1.0, *world.jitter[number][: len(bodies)], 1.0] if world.jitter is not None else None
+        self.ends: list[list[float]] = [[_NEVER] * len(entry.body) for entry in self.entries]
+        self.num_left = [len(entry.body) for entry in self.entries]
+        self.closed = [_NEVER] * len(self.entries)
+        self.gates = self._gates(program)
+        self.gate_seen = [0] * NUM_LANES
+        self.host = 0.0
+        self.host_entry = 0
+        self.bases: list[list[float]] = [[] for _ in self.entries]
+        self.entry, self.index = [0] * NUM_LANES, [-1] * NUM_LANES
+        self.free = [0.0] * len(STREAMS)
+        self.freed_by = ["start"] * len(STREAMS)
+        self.state = [_IDLE] * len(STREAMS)
+        self.due = [_NEVER] * len(STREAMS)
+        self.running = [0] * len(STREAMS)
+        self.rate = [1.0] * len(STREAMS)
+        self.left = [0.0] * len(STREAMS)
+        self.begun = [0.0] * len(STREAMS)
+        self.why: list[tuple[str, float]] = [("start", 0.0)] * len(STREAMS)
+        self.group: list[_Meeting | None] = [None] * len(STREAMS)
+        self.is_slowed = False
+        self.free_sms = program.num_sms
+        self.short_of_sms: set[int] = set()
+        self.produced: dict[int, float] = {}
+        slots = range(2 * wires.first[number], 2 * (wires.first[number] + len(bodies)))
+        self.outbox = [[slot for slot in slots if wires.stream[slot] == lane and world.sends[lane - SEND_NEXT]] for lane in (SEND_NEXT, SEND_PREV)]
+        self.num_sent = [0, 0]
+        self.num_coupled = 0
+        self.num_awaited = 0
+        self.wake_at = 0.0
+        self.last_end = 0.0
+        for lane in range(NUM_LANES):
+            self._advance(lane)
+        self._issue()
+        self._look_all()
+
+    def _gates(self, program: Program) -> list[tuple[int, ...]]:
+        """By entry, the prologue tasks that hold the streams there."""
+        gates: list[tuple[int, ...]] = [()] * len(self.entries)
+        for e in range(1, len(self.entries) - 1) if program.gates else ():
+            held = [program.gates[self.number][chunk] for chunk in self.world.wires.opens.get(self.first + e, ())]
+            gates[e] = tuple(k for k in held if k >= 0)
+        return gates
+
+    # --- what the host does
+
+    def _issue(self) -> None:
+        """Moves the host on as far as the ends known so far allow."""
+        while self.host_entry < len(self.entries):
+            e = self.host_entry
+            entry, bases = self.entries[e], self.bases[e]
+            if not bases:
+                limit = e - self.world.program.run_ahead
+                if limit > 0:
+                    if self.closed[limit] == _NEVER:
+                        return
+                    self.host = max(self.host, self.closed[limit])
+                bases.append(self.host)
+                if not entry.body:
+                    self._close(e, self.host)
+            while len(bases) <= len(entry.waits):
+                k = entry.waits[len(bases) - 1]
+                if self.ends[e][k] == _NEVER:
+                    return
+                bases.append(max(bases[-1] + entry.issued[k] + entry.body[k].host_s, self.ends[e][k]))
+            self.host = bases[-1] + entry.rest
+            self.host_entry += 1
+
+    # --- what waits for what
+
+    def _advance(self, lane: int) -> None:
+        e, i = self.entry[lane], self.index[lane] + 1
+        while e < len(self.entries) and i >= len(self.entries[e].lanes[lane]):
+            e, i = e + 1, 0
+        self.entry[lane], self.index[lane] = e, i
+
+    def _look_all(self) -> None:
+        for lane in range(NUM_LANES):
+            if self.due[lane] == _NEVER and self.state[lane] == _IDLE and self.entry[lane] < len(self.entries):
+                self._look(lane)
+        for lane in (SEND_NEXT, SEND_PREV):
+            if self.due[lane] == _NEVER and self.state[lane] == _IDLE:
+                self._look_send(lane)
+
+    def _look(self, lane: int) -> None:
+        """Sets when the head of an idle lane starts, if all it waits for is known."""
+        e = self.entry[lane]
+        entry, ends = self.entries[e], self.ends[e]
+        k = entry.lanes[lane][self.index[lane]]
+        ready, cause, transfer = self.free[lane], self.freed_by[lane], 0.0
+        for dep in entry.needs[k]:
+            end = ends[dep]
+            if end > ready:
+                if end == _NEVER:
+                    return
+                ready, cause = end, STREAMS[entry.body[dep].stream]
+        bases = self.bases[e]
+        segment = entry.segment[k]
+        if segment >= len(bases):
+            return
+        task = entry.body[k]
+        if self.gate_seen[lane] < e:
+            opened = self._opened(lane, e)
+            if opened == _NEVER:
+                return
+            if opened > ready:
+                ready, cause = self.free[lane], self.freed_by[lane] = opened, "gate"
+        if task.after >= 0:
+            ended = self.closed[closing(self.world.wires, self.number, task.after) - self.first]
+            if ended == _NEVER:
+                return
+            ready, cause = (ended, "compute") if ended > ready else (ready, cause)
+        if task.input >= 0 and (slot := self.world.wires.source[self.first + e][task.input]) >= 0:
+            arrival = self.world.delivered[slot]
+            if arrival == _NEVER:
+                self.num_awaited += self.world.wires.stream[slot] >= 0
+                return
+            if arrival > ready:
+                ready, cause, transfer = arrival, "input", self._travel(slot)
+        issued = bases[segment] + (entry.offset[k] if self.scale is None else self._offset(e, k))
+        if issued > ready:
+            ready, cause, transfer = issued, "host", 0.0
+        self.due[lane] = ready
+        self.why[lane] = (cause, transfer)
+
+    def _offset(self, e: int, k: int) -> float:
+        task = self.entries[e].body[k]
+        seconds = task.seconds * self.scale[e]
+        return self.entries[e].issued[k] + scaled_lag(task, seconds) - seconds
+
+    def _travel(self, slot: int) -> float:
+        stream = self.world.wires.stream[slot]
+        sending = self.world.sends[stream - SEND_NEXT] if stream >= 0 else None
+        return sending[0] if sending else 0.0
+
+    def _opened(self, lane: int, e: int) -> float:
+        """When the gates up to entry e have opened, as far as this lane hasn't passed them."""
+        time = max((self.ends[0][k] for held in self.gates[self.gate_seen[lane] + 1 : e + 1] for k in held), default=0.0)
+        if time < _NEVER:
+            self.gate_seen[lane] = e
+        return time
+
+    def _look_send(self, lane: int) -> None:
+        outbox, sent = self.outbox[lane - SEND_NEXT], self.num_sent[lane - SEND_NEXT]
+        if sent < len(outbox) and outbox[sent] in self.produced:
+            self.due[lane] = max(self.free[lane], self.produced[outbox[sent]])
+            self.why[lane] = ("compute", 0.0)
+
+    def receive(self, slot: int, time: float) -> None:
+        """An arrival from another rank."""
+        self.world.delivered[slot] = time
+        if self.num_awaited:
+            self.num_awaited = 0
+            self._look_all()
+            self.go()
+
+    # --- the event loop
+
+    def go(self) -> None:
+        """Plays events until the rank has to wait for the global clock, or for others."""
+        due, state = self.due, self.state
+        while True:
+            time = min(due)
+            if time == _NEVER:
+                return
+            if (self.num_awaited or self.num_coupled) and time > self.wake_at and time > self.world.env.now:
+                self.world.at(time, lambda: self._wake(time))
+                return
+            lane = due.index(time)
+            if state[lane] == _BUSY:
+                self.finish(lane, time)
+            else:
+                self._start(lane, time)
+
+    def _wake(self, time: float) -> None:
+        self.wake_at = max(self.wake_at, time)
+        self.go()
+
+    def _start(self, lane: int, time: float) -> None:
+        if lane >= SEND_NEXT:
+            self.begin(lane, time, self.world.sends[lane - SEND_NEXT][0], None)
+            return
+        e = self.entry[lane]
+        entry = self.entries[e]
+        k = entry.lanes[lane][self.index[lane]]
+        task = entry.body[k]
+        seconds = task.seconds if self.scale is None else task.seconds * self.scale[e]
+        if task.sms and self.world.program.num_sms:
+            if task.sms > self.free_sms:
+                self._hold(lane)
+                self.short_of_sms.add(lane)
+                return
+            self.free_sms -= task.sms
+        if entry.meets[k]:
+            self._hold(lane)
+            self._meet(e, task, lane, time, seconds)
+        else:
+            self.begin(lane, time, seconds, None)
+
+    def _hold(self, lane: int) -> None:
+        self.state[lane], self.due[lane] = _HELD, _NEVER
+
+    def _meet(self, e: int, task: Task, lane: int, time: float, seconds: float) -> None:
+        self.num_coupled += 1
+        position = AT_PROLOGUE if e == 0 else AT_EPILOGUE if e == len(self.entries) - 1 else e - 1
+        key = (position, task.group) if task.group >= 0 else ("barrier", task.barrier)
+        self.begun[lane] = time
+        self.world.meetings[key].reach(self, lane, time, seconds)
+
+    def begin(self, lane: int, time: float, seconds: float, group: _Meeting | None) -> None:
+        """Starts to run the head of a lane."""
+        if self.state[lane] == _HELD and time > self.begun[lane]:
+            self.why[lane] = ("barrier", 0.0)
+        self.state[lane], self.begun[lane], self.group[lane] = _BUSY, time, group
+        self.rate[lane] = 1.0
+        self.due[lane] = _NEVER if group else time + seconds
+        if lane >= SEND_NEXT:
+            self.running[lane] = self.world.sends[lane - SEND_NEXT][1]
+        else:
+            entry = self.entries[self.entry[lane]]
+            self.running[lane] = entry.signature[entry.lanes[lane][self.index[lane]]]
+        self._retime(time)
+        if group:
+            group.grant(self.number, self.rate[lane], time)
+
+    def _retime(self, time: float) -> None:
+        """Gives every running task the rate that belongs to what runs now."""
+        found = self.world.rates(tuple(self.running))
+        if found is None and not self.is_slowed:
+            return
+        self.is_slowed = found is not None
+        for lane in range(len(STREAMS)):
+            new, old = found[lane] if found else 1.0, self.rate[lane]
+            if self.state[lane] != _BUSY or new == old:
+                continue
+            self.rate[lane] = new
+            if group := self.group[lane]:
+                group.grant(self.number, new, time)
+                continue
+            if old:
+                self.left[lane] = (self.due[lane] - time) * old
+            self.due[lane] = time + self.left[lane] / new if new else _NEVER
+
+    def finish(self, lane: int, time: float) -> None:
+        """Ends what runs on a lane and looks at what may start now."""
+        cause, transfer = self.why[lane]
+        self.state[lane], self.due[lane], self.running[lane] = _IDLE, _NEVER, 0
+        self.free[lane], self.freed_by[lane] = time, STREAMS[lane]
+        if lane >= SEND_NEXT:
+            self._finish_send(lane, time)
+        else:
+            e = self.entry[lane]
+            k = self.entries[e].lanes[lane][self.index[lane]]
+            if self.world.records is not None:
+                position = AT_EPILOGUE if e == len(self.entries) - 1 else e - 1  # the prologue's 0 - 1 is AT_PROLOGUE
+                self.world.records.append((self.number, position, k, self.begun[lane], time, cause, transfer))
+            self._finish_task(e, k, time)
+            self._advance(lane)
+        self._retime(time)
+        for held in sorted(self.short_of_sms):
+            self.state[held], self.due[held] = _IDLE, time
+        self.short_of_sms.clear()
+        self._look_all()
+
+    def _finish_send(self, lane: int, time: float) -> None:
+        sent = self.num_sent[lane - SEND_NEXT]
+        slot = self.outbox[lane - SEND_NEXT][sent]
+        self.num_sent[lane - SEND_NEXT] = sent + 1
+        if self.world.records is not None:
+            self.world.records.append((self.number, (slot >> 1) - self.first - 1, -1 - (slot & 1), self.begun[lane], time, *self.why[lane]))
+        self.world.deliver(slot, time)
+
+    def _finish_task(self, e: int, k: int, time: float) -> None:
+        task = self.entries[e].body[k]
+        self.ends[e][k] = self.last_end = time
+        if task.sms and self.world.program.num_sms:
+            self.free_sms += task.sms
+        if task.output >= 0:
+            self._produce(e, task.output, time)
+        self.num_left[e] -= 1
+        if not self.num_left[e]:
+            self._close(e, time)
+        if task.blocks_host or not self.num_left[e]:
+            self._issue()
+
+    def _close(self, e: int, time: float) -> None:
+        """All tasks of an entry have ended; actions without an output task deliver now."""
+        self.closed[e] = time
+        for j in (0, 1) if 0 < e < len(self.entries) - 1 else ():
+            if j not in self.entries[e].outputs:
+                self._produce(e, j, time)
+
+    def _produce(self, e: int, j: int, time: float) -> None:
+        slot = 2 * (self.first + e) + j
+        stream = self.world.wires.stream[slot]
+        if stream >= 0 and self.world.sends[stream - SEND_NEXT]:
+            self.produced[slot] = time
+        else:
+            self.world.deliver(slot, time)
+
+    # --- for messages
+
+    def ended(self) -> bool:
+        return all(e == len(self.entries) for e in self.entry) and self.num_sent == [len(outbox) for outbox in self.outbox]
+
+    def where(self) -> str:
+        order = self.world.program.orders[self.number]
+        e = min(self.entry)
+        return f"rank {self.number} waits at {'the prologue' if e == 0 else order[e - 1] if e <= len(order) else 'its end'}"
