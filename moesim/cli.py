@@ -326,7 +326,7 @@ def schema() -> None:
 
       moesim schema > scenario.schema.json
     """
-    from moesim.load import json_schema
+    from moesim.schema import json_schema
 
     _write_json(STDOUT, json_schema(), indent=2)
 
@@ -340,13 +340,25 @@ def validate(scenario: ScenarioArgument, sets: SetOption = None) -> None:
 
       moesim validate my.yaml --set cluster.num_nodes=64
     """
-    from moesim.layout import illegal, parse_layout
     from moesim.report import clean, compact
 
     spec = _load(scenario, sets)
+    _check_layouts(spec, scenario)
+    if spec.profile is not None:
+        from moesim.profile import load_profile
+
+        load_profile(spec.profile)
+    typer.echo(f"ok: {clean(spec.name)} ({spec.hash}): {clean(spec.model.name)}, {compact(spec.model.num_params)} parameters, "
+               f"on {spec.cluster.num_gpus:,} x {clean(spec.cluster.gpu.name)}")
+
+
+def _check_layouts(spec: Scenario, path: str) -> None:
+    """The texts of a scenario that loading leaves to the layout grammar: its own layout and the axis values of its search."""
+    from moesim.layout import Layout, illegal, parse_layout
+    from moesim.space import axis_values
+
+    axis_values(spec.search, Layout())
     if spec.layout is not None:
         reason = illegal(parse_layout(spec.layout), spec.model, spec.workload, spec.cluster.num_gpus)
         if reason:
-            raise ValueError(f"{scenario}: layout {spec.layout!r} can't run: {reason}")
-    typer.echo(f"ok: {clean(spec.name)} ({spec.hash}): {clean(spec.model.name)}, {compact(spec.model.num_params)} parameters, "
-               f"on {spec.cluster.num_gpus:,} x {clean(spec.cluster.gpu.name)}")
+            raise ValueError(f"{path}: layout {spec.layout!r} can't run: {reason}")

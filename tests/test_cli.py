@@ -290,6 +290,8 @@ def test_validate(scenario):
     assert result.exit_code == 0 and load_scenario(scenario).hash in result.stdout
     assert_bad_input(run("validate", scenario, "--set", "cluster.num_nodes=1"), "can't run", "8 GPUs")
     assert_bad_input(run("validate", scenario, "--set", "layout=dp16 zero9"), "zero9")
+    assert_bad_input(run("validate", scenario, "--set", "search.recompute=[sleep]"), "search.recompute", "sleep")
+    assert_bad_input(run("validate", scenario, "--set", "profile=b3000"), "b3000")
 
 
 def test_schema_is_json():

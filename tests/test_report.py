@@ -263,6 +263,11 @@ def test_hostile_names_are_inert(plan):
     assert not [a for _, a in quoted.tags if any(key.startswith("on") for key in a)]
 
 
+def test_data_cannot_end_its_script():
+    text = page._json({"a": "</script><script>alert(1)</script>&<!--"})
+    assert not set("<>&") & set(text) and json.loads(text) == {"a": "</script><script>alert(1)</script>&<!--"}
+
+
 def test_page_without_candidates_still_explains(plan):
     text = page.render(dataclasses.replace(plan, candidates=(), timeline=()))
     assert "No layout of this search fits." in text and "tp8 does not divide" in text and "<script" not in text
