@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import accumulate
 
 import simpy
 
 from moesim.play import Jitter, scaled_lag
-from moesim.program import NUM_LANES, SEND_NEXT, SEND_PREV, STREAMS, Body, Program, Task
+from moesim.program import COMPUTE, NUM_LANES, SEND_NEXT, SEND_PREV, STREAMS, Body, Program, Task
 from moesim.sharing import Load, gamma_table, rates
 from moesim.timeline import Record, Timeline, record_spans
 from moesim.wiring import AT_EPILOGUE, AT_PROLOGUE, check, closing, rendezvous
@@ -45,7 +46,9 @@ def run(program: Program, *, jitter: Jitter | None = None, spans: bool = True) -
 class _Compiled:
     """A body as a rank plays it. lanes[stream] = its task numbers in order; needs[k] = deps on other streams (its own keep
     order by themselves); segment[k] = host waits before task k, waits = the tasks that end a segment; issued[k] = host seconds
-    of its segment before it, rest = those after the last wait; offset[k] = least seconds from the segment's start to k's start."""
+    of its segment before it, rest = those after the last wait; offset[k] = least seconds from the segment's start to k's start.
+    From task `chain` on, nothing in the body overlaps: elapsed[k] = solo seconds before k, host_need[k] = how long before k
+    starts the segment must have begun for the host not to hold up the rest."""
 
     def __init__(self, body: Body, signature: Callable[[Task], int]) -> None:
         self.body = body
@@ -63,6 +66,32 @@ class _Compiled:
             self.rest = 0.0 if task.blocks_host else self.rest + task.host_s
         self.waits = [k for k, task in enumerate(body) if task.blocks_host]
         self.offset = [before + task.lag_s - task.seconds for before, task in zip(self.issued, body)]
+        self.wakes = [{body[j].stream for j, needs in enumerate(self.needs) if k in needs} for k in range(len(body))]
+        self.chain = _chain(body)
+        self.elapsed = list(accumulate((task.seconds for task in body), initial=0.0))
+        late = [offset - elapsed for offset, elapsed in zip(self.offset, self.elapsed)]
+        self.host_need = [max(late[k:]) + self.elapsed[k] for k in range(len(body))]
+        self.is_anchored = _anchored(body)
+
+
+def _chain(body: Body) -> int:
+    """The first task from which on the body is one chain that ends on the compute stream, where nothing overlaps and nothing
+    outside may look in: each task needs the one before, only the first has an input, only the last an output."""
+    last = len(body) - 1
+    if not body or body[last].stream != COMPUTE or any(task.blocks_host or task.group >= 0 or task.barrier >= 0 for task in body):
+        return len(body)
+    k = last
+    while k > 0 and body[k].input < 0 and body[k - 1].output < 0 and (k - 1 in body[k].deps or body[k].stream == body[k - 1].stream):
+        k -= 1
+    return k
+
+
+def _anchored(body: Body) -> bool:
+    """Whether no task may start while the compute stream is busy with an earlier body."""
+    held: list[bool] = []
+    for task in body:
+        held.append(task.stream == COMPUTE or any(held[dep] for dep in task.deps))
+    return all(held) and bool(body)
 
 
 class _World:
@@ -203,6 +232,10 @@ class _Rank:
         self.why: list[tuple[str, float]] = [("start", 0.0)] * len(STREAMS)
         self.group: list[_Meeting | None] = [None] * len(STREAMS)
         self.is_slowed = False
+        self.is_stale = False  # what runs has changed since rates were last looked up
+        self.time = 0.0
+        self.run_from = -1  # first task of a chain that is being played as one event
+        self.may_chain = self.scale is None and all(entry.is_anchored for entry in self.entries[1:-1])
         self.free_sms = program.num_sms
         self.short_of_sms: set[int] = set()
         self.produced: dict[int, float] = {}
@@ -345,16 +378,21 @@ class _Rank:
         due, state = self.due, self.state
         while True:
             time = min(due)
+            if self.is_stale and time > self.time:
+                self._retime(self.time)
+                continue
             if time == _NEVER:
                 return
             if (self.num_awaited or self.num_coupled) and time > self.wake_at and time > self.world.env.now:
                 self.world.at(time, lambda: self._wake(time))
                 return
             lane = due.index(time)
-            if state[lane] == _BUSY:
-                self.finish(lane, time)
-            else:
+            if state[lane] != _BUSY:
                 self._start(lane, time)
+            elif self.run_from >= 0:
+                self._finish_chain(lane, time)
+            else:
+                self.finish(lane, time)
 
     def _wake(self, time: float) -> None:
         self.wake_at = max(self.wake_at, time)
@@ -367,6 +405,10 @@ class _Rank:
         e = self.entry[lane]
         entry = self.entries[e]
         k = entry.lanes[lane][self.index[lane]]
+        if k >= entry.chain and self.may_chain and self._is_quiet(e, k, time):
+            self.run_from, self.state[lane], self.begun[lane] = k, _BUSY, time
+            self.due[lane] = time + (entry.elapsed[-1] - entry.elapsed[k])
+            return
         task = entry.body[k]
         seconds = task.seconds if self.scale is None else task.seconds * self.scale[e]
         if task.sms and self.world.program.num_sms:
@@ -380,6 +422,15 @@ class _Rank:
             self._meet(e, task, lane, time, seconds)
         else:
             self.begin(lane, time, seconds, None)
+
+    def _is_quiet(self, e: int, k: int, time: float) -> bool:
+        """Whether task k of entry e is the only thing the rank has to do until that entry's end."""
+        entry, last = self.entries[e], len(self.entries) - 1
+        if not 0 < e < last - 1 or self.num_left[e] != len(entry.body) - k or self.num_left[0] or self.gates[e]:
+            return False
+        if self.num_coupled or self.num_awaited or self.short_of_sms or self.bases[e][0] + entry.host_need[k] > time:
+            return False
+        return sum(due < _NEVER for due in self.due) == 1
 
     def _hold(self, lane: int) -> None:
         self.state[lane], self.due[lane] = _HELD, _NEVER
@@ -403,16 +454,17 @@ class _Rank:
         else:
             entry = self.entries[self.entry[lane]]
             self.running[lane] = entry.signature[entry.lanes[lane][self.index[lane]]]
-        self._retime(time)
+        self.is_stale, self.time = True, time
         if group:
-            group.grant(self.number, self.rate[lane], time)
+            self.rate[lane], self.is_slowed = 0.0, True  # so that _retime tells the group its rate
 
     def _retime(self, time: float) -> None:
         """Gives every running task the rate that belongs to what runs now."""
         found = self.world.rates(tuple(self.running))
         if found is None and not self.is_slowed:
+            self.is_stale = False
             return
-        self.is_slowed = found is not None
+        self.is_slowed, self.is_stale = found is not None, False
         for lane in range(len(STREAMS)):
             new, old = found[lane] if found else 1.0, self.rate[lane]
             if self.state[lane] != _BUSY or new == old:
@@ -427,24 +479,22 @@ class _Rank:
 
     def finish(self, lane: int, time: float) -> None:
         """Ends what runs on a lane and looks at what may start now."""
-        cause, transfer = self.why[lane]
-        self.state[lane], self.due[lane], self.running[lane] = _IDLE, _NEVER, 0
+        self.state[lane], self.due[lane], self.running[lane], self.group[lane] = _IDLE, _NEVER, 0, None
         self.free[lane], self.freed_by[lane] = time, STREAMS[lane]
-        if lane >= SEND_NEXT:
-            self._finish_send(lane, time)
-        else:
-            e = self.entry[lane]
-            k = self.entries[e].lanes[lane][self.index[lane]]
-            if self.world.records is not None:
-                position = AT_EPILOGUE if e == len(self.entries) - 1 else e - 1  # the prologue's 0 - 1 is AT_PROLOGUE
-                self.world.records.append((self.number, position, k, self.begun[lane], time, cause, transfer))
-            self._finish_task(e, k, time)
-            self._advance(lane)
-        self._retime(time)
-        for held in sorted(self.short_of_sms):
+        self.is_stale, self.time = True, time
+        for held in sorted(self.short_of_sms) if self.short_of_sms else ():
             self.state[held], self.due[held] = _IDLE, time
         self.short_of_sms.clear()
-        self._look_all()
+        if lane >= SEND_NEXT:
+            self._finish_send(lane, time)
+            self._look_send(lane)
+            return
+        e = self.entry[lane]
+        k = self.entries[e].lanes[lane][self.index[lane]]
+        if self.world.records is not None:
+            position = AT_EPILOGUE if e == len(self.entries) - 1 else e - 1  # the prologue's 0 - 1 is AT_PROLOGUE
+            self.world.records.append((self.number, position, k, self.begun[lane], time, *self.why[lane]))
+        self._finish_task(lane, e, k, time)
 
     def _finish_send(self, lane: int, time: float) -> None:
         sent = self.num_sent[lane - SEND_NEXT]
@@ -454,18 +504,58 @@ class _Rank:
             self.world.records.append((self.number, (slot >> 1) - self.first - 1, -1 - (slot & 1), self.begun[lane], time, *self.why[lane]))
         self.world.deliver(slot, time)
 
-    def _finish_task(self, e: int, k: int, time: float) -> None:
-        task = self.entries[e].body[k]
+    def _finish_task(self, lane: int, e: int, k: int, time: float) -> None:
+        entry = self.entries[e]
+        task = entry.body[k]
         self.ends[e][k] = self.last_end = time
         if task.sms and self.world.program.num_sms:
             self.free_sms += task.sms
         if task.output >= 0:
             self._produce(e, task.output, time)
         self.num_left[e] -= 1
+        self._advance(lane)
+        if self.num_left[e] and not task.blocks_host and task.output < 0 and e:
+            self._look_after(lane, entry.wakes[k])
+            return
         if not self.num_left[e]:
             self._close(e, time)
-        if task.blocks_host or not self.num_left[e]:
-            self._issue()
+        self._issue()
+        self._look_all()
+
+    def _look_after(self, lane: int, woken: set[int]) -> None:
+        """Looks at a lane that got free and those that a task of it held up."""
+        if self.due[lane] == _NEVER and self.state[lane] == _IDLE and self.entry[lane] < len(self.entries):
+            self._look(lane)
+        for other in woken:
+            if self.due[other] == _NEVER and self.state[other] == _IDLE and self.entry[other] < len(self.entries):
+                self._look(other)
+
+    def _finish_chain(self, lane: int, time: float) -> None:
+        """Ends a chain that was played as one event, task by task as if each had been."""
+        first, e, begun = self.run_from, self.entry[lane], self.begun[lane]
+        entry, ends = self.entries[e], self.ends[e]
+        self.run_from, self.state[lane], self.due[lane] = -1, _IDLE, _NEVER
+        self.time = self.last_end = time
+        start, why = begun, self.why[lane]
+        position, records = e - 1, self.world.records
+        for k in range(first, len(entry.body)):
+            stream = entry.body[k].stream
+            ends[k] = end = begun + (entry.elapsed[k + 1] - entry.elapsed[first])
+            if records is not None:
+                records.append((self.number, position, k, start, end, *why))
+            self.free[stream], self.freed_by[stream] = end, STREAMS[stream]
+            start, why = end, (STREAMS[stream], 0.0)
+        ends[-1] = self.free[COMPUTE] = time
+        for stream in range(NUM_LANES):
+            if self.entry[stream] == e:
+                self.index[stream] = len(entry.lanes[stream])
+                self._advance(stream)
+        self.num_left[e] = 0
+        if entry.body[-1].output >= 0:
+            self._produce(e, entry.body[-1].output, time)
+        self._close(e, time)
+        self._issue()
+        self._look_all()
 
     def _close(self, e: int, time: float) -> None:
         """All tasks of an entry have ended; actions without an output task deliver now."""
