@@ -132,7 +132,7 @@ def explain(cls: type[BaseModel], error: ValidationError, data: Any) -> FieldErr
     place = f" at {dotted(where)}" if where else ""
     if kind == "extra_forbidden":
         parent = _class_at(cls, where)
-        known = set(parent.model_fields) - set(data_at(data, where) or ()) if parent else ()
+        known = parent.model_fields if parent else ()
         return FieldError(path, f"unknown key '{path[-1]}'{place}{nearest(path[-1], known)}")
     if kind == "missing":
         return FieldError(where, f"missing key '{path[-1]}'{place}")

@@ -67,6 +67,13 @@ def _number(config: Config, key: str, *others: str) -> int:
     return value
 
 
+def _float(config: Config, key: str, default: float) -> float:
+    value = config.get(key, default)
+    if type(value) not in (int, float) or not abs(value) < 1e9:
+        raise ConfigError(f"'{key}' must be a number, not {value!r:.60}")
+    return float(value)
+
+
 def _common(c: Config) -> Config:
     found = {
         "name": str(c.get("_name_or_path") or c.get("model_type"))[:200],
@@ -178,7 +185,7 @@ def _routed(c: Config) -> Config:
         "moe_intermediate_size": _number(c, "moe_intermediate_size"),
         "num_shared_experts": c.get("n_shared_experts") or 0,
         "num_leading_dense_layers": c.get("first_k_dense_replace", 0),
-        "routed_scale": float(c.get("routed_scaling_factor", 1.0)),
+        "routed_scale": _float(c, "routed_scaling_factor", 1.0),
         "normalize_top_k": bool(c.get("norm_topk_prob", False)),
     }
 
