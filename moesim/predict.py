@@ -127,7 +127,7 @@ def _parse_csv(text: str, where: str) -> list[dict[str, str]]:
                 raise ValueError(f"{where}: line {reader.line_num} has {cells} cells, the header has {len(header)}")
             rows.append(row)
     except csv.Error as error:
-        raise ValueError(f"{where}: line {reader.line_num}: {error}") from None
+        raise ValueError(f"{where}: line {reader.line_num + 1}: {error}") from None
     if not rows:
         raise ValueError(f"{where}: no rows")
     return rows

@@ -113,7 +113,7 @@ def test_tokens_and_tflops_of_one_row_agree_with_the_ledger():
         exact = parsed.id.startswith("mb-") and not parsed.model.name.startswith("GPT-OSS")
         if exact and source["tokens_per_s_per_gpu"] and source["model_tflops_per_gpu"]:
             counted = float(source["model_tflops_per_gpu"]) * 1e12 / float(source["tokens_per_s_per_gpu"])
-            rounding = 0.005 + 32 / float(source["tokens_per_s_per_gpu"])
+            rounding = 0.012 + 32 / float(source["tokens_per_s_per_gpu"])
             assert counted == pytest.approx(parsed.model.flops_per_token(parsed.workload.seq_len), rel=rounding), parsed.id
             checked += 1
     assert checked > 150
