@@ -147,20 +147,27 @@ def _merge(part: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
 
 
 def timeline(spans: Sequence[Mapping[str, Any]]) -> Figure:
-    """Gantt chart of one step: a lane for each stream of each stage, coloured by kind of work."""
-    shown, resolution = coalesce(spans, MAX_SPANS)
-    lanes = sorted({_lane(s) for s in spans}, key=lambda lane: lane[:2])
+    """Gantt chart of one step: a lane for each stream of each stage, coloured by kind of work.
+
+    Where that is more than a browser draws with ease and the spans name their ``entry``, a lane for each stage coloured by
+    kind of action (forward, backward, ...) instead.
+    """
+    drawn, note = spans, ""
+    if len(spans) > MAX_SPANS:
+        drawn, resolution = coalesce(actions(spans) if all("entry" in s for s in spans) else spans, MAX_SPANS)
+        note = f" ({len(spans):,} kernels drawn as {len(drawn):,} bars" + (f", gaps under {1e3 * resolution:.2g} ms closed)" if resolution else ")")
+    lanes = sorted({_lane(s) for s in drawn})
     names = [f"{rank} {_label(stream)}" for rank, _, stream in lanes]
-    kinds = _largest([{s["kind"]: s["end"] - s["start"]} for s in spans])
+    kinds = _largest([{s["kind"]: s["end"] - s["start"]} for s in drawn])
     shade = dict(zip(kinds, COLOURS))
     grouped: dict[str, list[Mapping[str, Any]]] = {}
-    for span in shown:
+    for span in drawn:
         grouped.setdefault(span["kind"] if span["kind"] in shade else "other", []).append(span)
     return {
         "data": [_bars(kind, grouped[kind], shade.get(kind, "#bab0ac")) for kind in dict.fromkeys([*kinds, "other"]) if kind in grouped],
         "layout": {
             "barmode": "overlay",
-            "xaxis": {"title": {"text": "seconds from the start of the step" + _merged_note(len(spans), len(shown), resolution)}},
+            "xaxis": {"title": {"text": "seconds from the start of the step" + note}},
             "yaxis": {"type": "category", "categoryorder": "array", "categoryarray": names[::-1], "dtick": 1},
             "height": 190 + 18 * len(names) + 9 * len(kinds),
             "bargap": 0.15,
@@ -168,8 +175,24 @@ def timeline(spans: Sequence[Mapping[str, Any]]) -> Figure:
     }
 
 
-def _merged_note(num_spans: int, num_shown: int, resolution: float) -> str:
-    return f" ({num_spans:,} spans drawn as {num_shown:,}, finer than {1e3 * resolution:.2g} ms merged)" if num_shown < num_spans else ""
+ACTION_KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "(": "overlapped pair"}
+
+
+def actions(spans: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One span for each action (``entry``) of each rank: from the first start to the last end on its compute and comm streams."""
+    found: dict[tuple[int, str], dict[str, Any]] = {}
+    for span in spans:
+        if _stream(span) in ("compute", "comm"):
+            entry = str(span["entry"])
+            whole = found.setdefault((span["rank"], entry), {"rank": span["rank"], "stream": "compute", "name": entry, "kind": _action_kind(entry),
+                                                             "start": span["start"], "end": span["end"]})
+            whole.update(start=min(whole["start"], span["start"]), end=max(whole["end"], span["end"]))
+    return list(found.values())
+
+
+def _action_kind(entry: str) -> str:
+    """Of `2F0` the letter, of `(2F0|5B1)` the bracket; prologue and epilogue are their own kinds."""
+    return ACTION_KINDS.get(entry[0] if entry.startswith("(") else entry.strip("0123456789"), entry)
 
 
 def _stream(span: Mapping[str, Any]) -> str:

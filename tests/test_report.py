@@ -197,6 +197,25 @@ def test_timeline_takes_stream_numbers(plan):
     assert charts.timeline(numbered) == charts.timeline(plan.timeline)
 
 
+def test_long_timelines_are_drawn_by_action(plan, monkeypatch):
+    spans = [{**s, "entry": s["name"].split()[0]} for s in plan.timeline]
+    monkeypatch.setattr(charts, "MAX_SPANS", len(spans) - 1)
+    figure = charts.timeline(spans)
+    assert {trace["name"]: len(trace["x"]) for trace in figure["data"]} == {"forward": 32, "backward": 32}  # 4 stages, 8 microbatches
+    assert figure["layout"]["yaxis"]["categoryarray"] == [f"{rank} compute" for rank in (3, 2, 1, 0)]
+    assert "256 kernels drawn as 64 bars" in figure["layout"]["xaxis"]["title"]["text"]
+    last = max(base + x for trace in figure["data"] for base, x in zip(trace["base"], trace["x"]))
+    assert last == pytest.approx(max(s["end"] for s in spans))
+
+
+@pytest.mark.parametrize("entry, kind", [("12F3", "forward"), ("0B11", "backward"), ("3I0", "input gradient"), ("3W0", "weight gradient"),
+                                         ("(2F0|5B1)", "overlapped pair"), ("epilogue", "epilogue")])
+def test_actions_are_named(entry, kind):
+    span = {"rank": 0, "stream": 0, "name": "x", "kind": "gemm", "entry": entry, "start": 1.0, "end": 2.0}
+    assert charts.actions([span, {**span, "stream": 1, "start": 2.0, "end": 2.5}]) == [
+        {"rank": 0, "stream": "compute", "name": entry, "kind": kind, "start": 1.0, "end": 2.5}]
+
+
 def test_coalesce_keeps_the_picture():
     spans = [{"rank": r, "stream": "compute", "name": f"{i}", "kind": "ab"[i % 2], "start": i * 1e-3 + (5.0 if i >= 4000 else 0.0),
               "end": i * 1e-3 + 0.9e-3 + (5.0 if i >= 4000 else 0.0)} for r in range(4) for i in range(8000)]
