@@ -319,6 +319,38 @@ def ops(
 
 @app.command()
 @_guarded
+def predict(
+    runs: Annotated[Path, typer.Argument(metavar="RUNS.csv", help="Runs, in the columns of calibration/measurements/published_runs.csv.", show_default=False)],
+    output: Annotated[Optional[Path], typer.Option("-o", "--output", metavar="F", help="CSV file to write.", show_default="stdout")] = None,
+    anchors: AnchorsOption = None,
+    quiet: QuietOption = False,
+) -> None:
+    """Predict throughput and memory of a list of runs, one line each; a run that can't be expressed says why.
+
+    Examples:
+
+      moesim predict calibration/measurements/published_runs.csv -o predicted.csv
+      moesim predict mine.csv -o predicted.csv --anchors three_of_mine.csv
+    """
+    from moesim import predict as predicting
+    from moesim import search
+
+    _check_outputs(output)
+    rows = predicting.read_rows(runs)
+    simulate_run = search.run_simulator(anchors=anchors)
+    with _progress(quiet) as progress:
+        found = list(predicting.predict(rows, simulate_run, workers=os.cpu_count() or 1, progress=progress))
+    if output is None or str(output) == STDOUT:
+        sys.stdout.write(predicting.format_csv(found))
+    else:
+        predicting.write_predictions(output, found)
+        _wrote(output)
+    num_ok = sum(row["status"] == "ok" for row in found)
+    typer.echo(f"predicted {num_ok} of {len(found)} runs, {len(found) - num_ok} unsupported", err=True)
+
+
+@app.command()
+@_guarded
 def schema() -> None:
     """Print the JSON schema of a scenario, for editors that complete and check YAML.
 

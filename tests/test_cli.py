@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import yaml
@@ -22,6 +24,7 @@ from moesim.files import write_atomically
 from moesim.layout import LayoutError
 from moesim.load import load_scenario
 
+PUBLISHED = Path(__file__).parent.parent / "calibration" / "measurements" / "published_runs.csv"
 SCENARIO = """\
 name: tiny
 model: olmo_core3_seed
@@ -62,10 +65,19 @@ def search(monkeypatch):
         yield {"kind": "gemm", "m": 4096}
         yield {"kind": "attention", "layout": layout_text}
 
-    fake.plan, fake.simulate, fake.list_ops = plan, simulate, list_ops
+    def run_simulator(anchors=None):
+        fake.calls.append((anchors, {}))
+        return _first_of_golden
+
+    fake.plan, fake.simulate, fake.list_ops, fake.run_simulator = plan, simulate, list_ops, run_simulator
     monkeypatch.setitem(sys.modules, "moesim.search", fake)
     monkeypatch.setattr(moesim, "search", fake, raising=False)
     return fake
+
+
+def _first_of_golden(run):
+    """Picklable, as a simulator that worker processes call must be."""
+    return plan_from_json().candidates[0]
 
 
 def run(*arguments):
@@ -285,6 +297,26 @@ def test_ops_is_one_object_a_line(scenario, search, tmp_path):
     assert json.loads((tmp_path / "ops.jsonl").read_text().splitlines()[1])["layout"] == "dp16"
 
 
+def test_predict(search, tmp_path):
+    lines = PUBLISHED.read_text().splitlines()[:6]
+    (tmp_path / "runs.csv").write_text("\n".join(lines) + "\n")
+    result = run("predict", tmp_path / "runs.csv", "-o", tmp_path / "out.csv", "--anchors", "three.csv")
+    assert result.exit_code == 0, result.output
+    assert str(search.calls[0][0]) == "three.csv" and result.stdout == ""
+    assert re.search(r"predicted [1-5] of 5 runs", result.stderr)
+    out = list(csv.DictReader((tmp_path / "out.csv").open()))
+    assert [row["id"] for row in out] == [line.split(",")[0] for line in lines[1:]]
+    assert list(out[0]) == ["id", "tokens_per_s_per_gpu", "low", "high", "mem_gb_per_gpu", "status", "reason"]
+    assert run("predict", tmp_path / "runs.csv").stdout == (tmp_path / "out.csv").read_text()
+
+
+def test_predict_refuses_in_one_line(search, tmp_path):
+    (tmp_path / "runs.csv").write_text("id,colour\n1,red\n")
+    assert_bad_input(run("predict", tmp_path / "runs.csv", "-o", tmp_path / "out.csv"), "runs.csv")
+    assert_bad_input(run("predict", tmp_path / "none.csv", "-o", tmp_path / "out.csv"), "none.csv")
+    assert not (tmp_path / "out.csv").exists()
+
+
 def test_validate(scenario):
     result = run("validate", scenario)
     assert result.exit_code == 0 and load_scenario(scenario).hash in result.stdout
@@ -324,7 +356,7 @@ def test_help_imports_nothing_heavy():
     assert "Start here" in done.stdout and done.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("command", ["plan", "simulate", "ops", "validate", "schema"])
+@pytest.mark.parametrize("command", ["plan", "simulate", "ops", "predict", "validate", "schema"])
 def test_every_command_teaches_by_example(command):
     text = re.sub(r"\s+", " ", run(command, "--help").stdout)
     assert f"moesim {command}" in text.split("Example", 1)[1]
