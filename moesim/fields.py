@@ -18,7 +18,6 @@ from pydantic.fields import FieldInfo
 from . import units
 
 Path = tuple[Any, ...]
-HELPERS = {"preset", "total_params"}  # keys that exist in files only; load.py takes them out before validation
 
 
 class FieldError(ValueError):

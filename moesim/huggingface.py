@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 Config = dict[str, Any]
+MAX_SIZE, MAX_LAYERS = 10**9, 10_000  # beyond these a number is a slip, and lists built from it would not end
 
 # model_type (or the start of it) -> what it has that a stack of attention and FFN layers cannot express
 REFUSED = {
@@ -62,8 +63,8 @@ def _get(config: Config, key: str, *others: str) -> Any:
 
 def _number(config: Config, key: str, *others: str) -> int:
     value = _get(config, key, *others)
-    if type(value) is not int:
-        raise ConfigError(f"'{key}' must be an integer, not {value!r:.60}")
+    if type(value) is not int or not 0 <= value < MAX_SIZE:
+        raise ConfigError(f"'{key}' must be an integer from 0 to {MAX_SIZE}, not {value!r:.60}")
     return value
 
 
@@ -75,6 +76,8 @@ def _float(config: Config, key: str, default: float) -> float:
 
 
 def _common(c: Config) -> Config:
+    if _number(c, "num_hidden_layers") > MAX_LAYERS:
+        raise ConfigError(f"'num_hidden_layers' must be at most {MAX_LAYERS}")
     found = {
         "name": str(c.get("_name_or_path") or c.get("model_type"))[:200],
         "num_layers": _number(c, "num_hidden_layers"),

@@ -228,8 +228,11 @@ class Scenario(Spec):
 
     @cached_property
     def hash(self) -> str:
-        """First 16 hex digits of the SHA-256 of the scenario as canonical JSON: same question, same hash, on any machine."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        """First 16 hex digits of the SHA-256 of the scenario as canonical JSON: same question, same hash, on any machine.
+
+        What only explains (descriptions, sources) is left out.
+        """
+        text = json.dumps(_without_prose(self.model_dump(mode="json")), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
@@ -237,3 +240,9 @@ class Scenario(Spec):
         """Bytes a GPU loses to the driver, CUDA context and communicators before the first tensor."""
         own = self.memory.runtime_reserve_bytes
         return self.cluster.runtime_reserve_bytes if own is None else own
+
+
+def _without_prose(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {k: _without_prose(v) for k, v in data.items() if k not in ("description", "source", "sources")}
+    return [_without_prose(v) for v in data] if isinstance(data, list) else data

@@ -163,6 +163,14 @@ def test_rounded_active(name, billions):
     assert rounds_to(load_model(name).num_active_params, billions)
 
 
+@pytest.mark.parametrize(
+    ("name", "num_experts", "billions"),
+    [("olmo_core3_medium", 64, "70.22"), ("olmo_core3_medium", 96, "103.75"), ("olmo_core3_ultra", 128, "1200.5")],
+)
+def test_rounded_total_with_other_experts(name, num_experts, billions):
+    assert rounds_to(load_model(name, [f"num_experts={num_experts}"]).num_params, billions)
+
+
 @pytest.mark.parametrize("num_experts", OLMO_CORE3)
 def test_seed_to_the_parameter_and_the_flop(num_experts):
     model = load_model("olmo_core3_seed", [f"num_experts={num_experts}"])

@@ -119,6 +119,8 @@ def test_scenario_hash_sees_every_change_and_survives_json():
     assert again == scenario and again.hash == scenario.hash and len(scenario.hash) == 16
     changed = ["seed=1", "model.num_experts=64", "cluster.num_nodes=2", "memory.margin=0.1", "layout=dp8", "search.tp=2"]
     assert len({scenario.hash, *(load_scenario("olmo_core3_new", [one]).hash for one in changed)}) == len(changed) + 1
+    prose = ["description=other words", "cluster.tiers.rail.source=https://example.org"]
+    assert load_scenario("olmo_core3_new", prose).hash == scenario.hash
 
 
 def test_tier_rate_is_positive():
