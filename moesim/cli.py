@@ -102,13 +102,18 @@ def _fail(message: str) -> NoReturn:
 
 # ---- shared parts of the commands ---------------------------------------------------------------------------------------
 
+def _option(*flags: str, help: str, metavar: str | None = None, default: bool | str = False) -> Any:
+    """An option; ``default`` is what help shows in place of a value of None."""
+    return typer.Option(*flags, metavar=metavar, help=help, show_default=default)
+
+
 ScenarioArgument = Annotated[str, typer.Argument(metavar="SCENARIO", help="Scenario YAML, or the name of a shipped one.", show_default=False)]
-SetOption = Annotated[Optional[list[str]], typer.Option("--set", metavar="KEY=VALUE", help="Change one value; may be repeated.", show_default=False)]
-ProfileOption = Annotated[Optional[str], typer.Option("--profile", metavar="P", help="Hardware profile: name or YAML file.", show_default="the GPU's own")]
-AnchorsOption = Annotated[Optional[Path], typer.Option("--anchors", metavar="FILE", help="CSV of runs at your site; refits its few constants.", show_default=False)]
-JsonOption = Annotated[Optional[str], typer.Option("--json", metavar="F", help="Write the result as JSON ('-': to stdout).", show_default=False)]
-LayoutOption = Annotated[Optional[str], typer.Option("--layout", metavar="LAYOUT", help='For example "dp8 ep8 zero1 mb1 1f1b".', show_default="the scenario's own")]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.", show_default=False)]
+SetOption = Annotated[Optional[list[str]], _option("--set", metavar="KEY=VALUE", help="Change one value; may be repeated.")]
+ProfileOption = Annotated[Optional[str], _option("--profile", metavar="P", help="Hardware profile: name or YAML file.", default="the GPU's own")]
+AnchorsOption = Annotated[Optional[Path], _option("--anchors", metavar="FILE", help="CSV of runs at your site; refits its few constants.")]
+JsonOption = Annotated[Optional[str], _option("--json", metavar="F", help="Write the result as JSON ('-': to stdout).")]
+LayoutOption = Annotated[Optional[str], _option("--layout", metavar="LAYOUT", help='Such as "dp8 ep8 zero1 mb1 1f1b".', default="the scenario's own")]
+QuietOption = Annotated[bool, _option("--quiet", "-q", help="No progress bar.")]
 
 
 def _load(path: str, sets: list[str] | None) -> Scenario:
@@ -184,8 +189,11 @@ def _version(wanted: bool) -> None:
         raise typer.Exit()
 
 
+VersionOption = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")]
+
+
 @app.callback()
-def _root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")] = False) -> None:
+def _root(version: VersionOption = False) -> None:
     pass
 
 
@@ -196,12 +204,12 @@ def plan(
     sets: SetOption = None,
     top: Annotated[int, typer.Option("--top", metavar="N", min=1, max=1000, help="Layouts to show.")] = 10,
     json_file: JsonOption = None,
-    html: Annotated[Optional[Path], typer.Option("--html", metavar="F", help="Write the report as one offline HTML file.", show_default=False)] = None,
+    html: Annotated[Optional[Path], _option("--html", metavar="F", help="Write the report as one offline HTML file.")] = None,
     profile: ProfileOption = None,
     anchors: AnchorsOption = None,
-    pin: Annotated[Optional[str], typer.Option("--pin", metavar="LAYOUT", help="Rank this layout of yours in the table too.", show_default=False)] = None,
-    measured: Annotated[Optional[float], typer.Option("--measured", metavar="TOK_S", help="Tokens/s a GPU you measured: inside the band or not, and why.", show_default=False)] = None,
-    launch: Annotated[Optional[Path], typer.Option("--launch", metavar="DIR", help="Write a torchrun script and the trainer's config of the winner.", show_default=False)] = None,
+    pin: Annotated[Optional[str], _option("--pin", metavar="LAYOUT", help="Rank this layout of yours in the table too.")] = None,
+    measured: Annotated[Optional[float], _option("--measured", metavar="TOK_S", help="Tokens/s a GPU you measured: in the band? If not, why?")] = None,
+    launch: Annotated[Optional[Path], _option("--launch", metavar="DIR", help="Write a torchrun script and the winner's config.")] = None,
     quiet: QuietOption = False,
 ) -> None:
     """Rank the layouts of a scenario: throughput, memory, days and dollars, what limits each, what was ruled out and why.
@@ -253,7 +261,7 @@ def simulate(
     layout: LayoutOption = None,
     sets: SetOption = None,
     json_file: JsonOption = None,
-    trace: Annotated[Optional[Path], typer.Option("--trace", metavar="F", help="Write the step's timeline for Perfetto or chrome://tracing.", show_default=False)] = None,
+    trace: Annotated[Optional[Path], _option("--trace", metavar="F", help="Write the step's timeline for Perfetto.")] = None,
     profile: ProfileOption = None,
 ) -> None:
     """Play one layout in full: where the seconds of a step and the bytes of the heaviest stage go.
@@ -294,8 +302,8 @@ def _candidate_dict(spec: Scenario, candidate: Candidate) -> dict[str, Any]:
 @_guarded
 def ops(
     scenario: ScenarioArgument,
-    output: Annotated[Optional[Path], typer.Option("-o", "--output", metavar="F", help="JSONL file to write.", show_default="stdout")] = None,
-    layout: Annotated[Optional[str], typer.Option("--layout", metavar="LAYOUT", help="Only the ops of this layout.", show_default="the most promising ones")] = None,
+    output: Annotated[Optional[Path], _option("-o", "--output", metavar="F", help="JSONL file to write.", default="stdout")] = None,
+    layout: Annotated[Optional[str], _option("--layout", metavar="LAYOUT", help="Only the ops of this layout.", default="the promising ones")] = None,
     sets: SetOption = None,
 ) -> None:
     """List the ops whose times the plan depends on, one JSON object a line: what the trainer's bench should measure.
@@ -320,8 +328,8 @@ def ops(
 @app.command()
 @_guarded
 def predict(
-    runs: Annotated[Path, typer.Argument(metavar="RUNS.csv", help="Runs, in the columns of calibration/measurements/published_runs.csv.", show_default=False)],
-    output: Annotated[Optional[Path], typer.Option("-o", "--output", metavar="F", help="CSV file to write.", show_default="stdout")] = None,
+    runs: Annotated[Path, typer.Argument(metavar="RUNS.csv", help="Runs, in the columns of published_runs.csv.", show_default=False)],
+    output: Annotated[Optional[Path], _option("-o", "--output", metavar="F", help="CSV file to write.", default="stdout")] = None,
     anchors: AnchorsOption = None,
     quiet: QuietOption = False,
 ) -> None:
