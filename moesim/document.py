@@ -121,6 +121,8 @@ def read_yaml(path: str | Path) -> Document:
 def read_text(path: Path) -> str:
     """A text file within the size limit. Raises SpecError."""
     try:
+        if path.exists() and not path.is_file():  # a folder, or a device that never ends
+            raise SpecError(f"{path}: cannot read: not a file")
         if path.stat().st_size > MAX_BYTES:
             raise SpecError(f"{path}: larger than {MAX_BYTES} bytes")
         return path.read_text(encoding="utf-8")

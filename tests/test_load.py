@@ -240,7 +240,7 @@ def test_refused_sets(one, says):
 def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "big.yaml").write_text("#" * 2_000_000)
     (tmp_path / "latin.yaml").write_bytes(b"name: \xff\xfe")
-    for path, says in ((tmp_path / "big.yaml", "larger than"), (tmp_path / "latin.yaml", "not UTF-8"), (tmp_path, "cannot read"), ("no.yaml", "cannot read")):
+    for path, says in ((tmp_path / "big.yaml", "larger than"), (tmp_path / "latin.yaml", "not UTF-8"), (tmp_path, "not a file"), ("/dev/zero", "not a file"), ("no.yaml", "cannot read")):
         with pytest.raises(SpecError, match=says):
             load_scenario(path)
     with pytest.raises(SpecError, match="no such file or scenario: 'olmo_core3_nw': did you mean 'olmo_core3_new'"):
