@@ -104,11 +104,18 @@ def backward(block: Block, recompute: frozenset[str] = frozenset(), ratio: float
         ready = tuple(d for c in consumers.get(node.key, ()) for d in carried[c])
         needs = ready + ((node.key + ".R",) if node.key + ".R" in again else ())
         inputs, weights = node.op.adjoint()
+        out += _regather(node, block, needs)
         made = [_adjoint(node, f"{node.key}.I{i}", op, needs, "I", ratio) for i, op in enumerate(inputs)]
         out += made
         out += [_adjoint(node, f"{node.key}.W{i}", op, needs, "W", ratio) for i, op in enumerate(weights)]
         carried[node.key] = (made[-1].key,) if made else ready
     return Block(tuple(out))
+
+
+def _regather(node: Node, block: Block, needs: tuple[str, ...]) -> list[Node]:
+    """A tensor-parallel gather whose result was not kept: the weight gradient that reads it needs it once more."""
+    gathers = [n for n in block if n.key in node.deps and n.role == "tp_gather"]
+    return [replace(g, key=g.key + f".G.{node.key}", phase="W", deps=needs) for g in gathers if node.params]
 
 
 def _recompute_deps(node: Node, block: Block, recompute: frozenset[str]) -> tuple[str, ...]:

@@ -304,7 +304,7 @@ def _attention_shards(layout, model, workload, num_gpus):
         return f"sequence {workload.seq_len} does not split over cp{layout.cp} (two causal chunks a rank) and tp{layout.tp}"
     if model.intermediate_size and "dense" in model.layer_kinds() and model.intermediate_size % layout.tp:
         return f"tp{layout.tp} does not divide the dense FFN width {model.intermediate_size}"
-    shared = model.shared_width if model.num_experts else 0
+    shared = model.shared_intermediate_size if model.num_experts else 0
     if shared % layout.tp:
         return f"tp{layout.tp} does not divide the shared-expert width {shared}"
 

@@ -29,6 +29,8 @@ class Work:
     seq_len: int
     precision: str = "bf16"
     fusion: float = 1.0
+    permutes: float = 2.0
+    """Passes over the routed rows in one forward (each reads and writes every row): permute and unpermute share them."""
     saves_expert_output: bool = False
     load: float = 1.0
     """Received rows of the busiest rank over the mean."""
@@ -197,14 +199,14 @@ def moe(model, work: Work) -> Block:
               params=float(model.num_experts * d + bias))
     chain.pointwise("router", "router", 6 * model.num_experts, shard="seq", saved=8.0 * model.num_experts * work.tokens)
     # What is kept is the rows received, so it follows the busiest rank, not the rows sent.
-    chain.pointwise("permute", "permute", d * (1 + k * work.kept), kind="permute", backward_ratio=1.0, shard="seq", deps=("router",),
+    chain.pointwise("permute", "permute", d * k * work.kept * work.permutes, kind="permute", backward_ratio=1.0, shard="seq", deps=("router",),
                     saved=work.width * d * rows * work.memory_load)
     branch = _shared(chain, model) if model.shared_intermediate_size else ()
     busiest = rows * work.load
     chain.quantise("quant_experts", d, "rows", deps=("permute",), tokens=busiest)
     source = chain.last if work.precision != "bf16" else "permute"
     _experts(chain, model, busiest, source, gate, f)
-    chain.pointwise("unpermute", "unpermute", d * (1 + k * work.kept), kind="permute", backward_ratio=1.0, shard="seq", deps=(chain.last, "router"))
+    chain.pointwise("unpermute", "unpermute", d * k * work.kept * work.permutes, kind="permute", backward_ratio=1.0, shard="seq", deps=(chain.last, "router"))
     _residual(chain, model, "residual2", extra=branch)
     return chain.block()
 

@@ -1,0 +1,361 @@
+"""What program does one layout run? (Priced parts -> bodies, order, transfers and the end of the step.)
+
+ZeRO decides which gathers and reductions exist, and where they stand:
+
+| zero | reshard | weights resident | gradients resident | each microbatch | each step |
+|---|---|---|---|---|---|
+| 0 | - | all | all | - | all-reduce gradients |
+| 1 | - | all | all | - | reduce-scatter gradients, all-gather weights |
+| 2 | - | all | shard | reduce-scatter gradients | all-gather weights |
+| 3 | no | all | all | - | all-gather weights, reduce-scatter gradients |
+| 3 | yes | shard | shard | all-gather weights (forward and backward), reduce-scatter gradients | - |
+
+With ``ov:grad`` the step's reductions run under the last microbatch's backward, layer by layer; else after it. With ``ov:param``
+the step's gathers run under the next step's first forward, layer by layer; else after the optimizer. ``ov:fsdpN`` issues the
+gather of layer i + N before the work of layer i; a gather waits until the weights of the layer N + 2 before are released.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from moesim.axes import pipeline
+from moesim.layout import Layout, num_microbatches
+from moesim.ops import Collective, Group, MemoryBound
+from moesim.parts import Parts, layer_parts
+from moesim.program import COMM, COMPUTE, DATA, REDUCE, Body, CoRun, Program, Task, Transfer
+from moesim.schedules import SCHEDULES, Action, Pair, flatten, local_chunks
+
+LAUNCH_QUEUE = 1024
+"""Kernels a host may have in flight before a launch blocks (the depth of the CUDA launch queue, as commonly observed:
+https://forums.developer.nvidia.com/t/how-many-kernels-can-be-queued/64126). Assumed; matters only where the host is far ahead."""
+GRAD_BYTES = {"fp32": 4.0, "bf16": 2.0}
+OPTIMIZER_BYTES = {"fp32": 26.0, "bf16": 18.0, "fp8": 14.0}
+"""AdamW traffic a parameter beside the gradient: master read and written (8), two moments read and written (16 in FP32, 8 in
+BF16, 4 in FP8), bf16 weight written (2)."""
+
+
+@lru_cache(maxsize=2048)
+def orders_of(schedule: str, pp: int, num_mb: int, vpp: int, paired: bool):
+    """(orders, placement) of a layout; ``paired`` merges each backward with the forward that follows it."""
+    entry = SCHEDULES[schedule]
+    orders = entry.orders(pp, num_mb, vpp)
+    if paired:
+        orders = tuple(tuple(_pair(order)) for order in orders)
+    return orders, entry.placement(pp, vpp)
+
+
+def _pair(order):
+    """Backward followed by the forward of another microbatch becomes one overlapped entry; warm-up and cool-down stay alone."""
+    out, i = [], 0
+    while i < len(order):
+        here, after = order[i], order[i + 1] if i + 1 < len(order) else None
+        if _mergeable(here, after):
+            out.append(Pair(after, here))
+            i += 2
+        else:
+            out.append(here)
+            i += 1
+    return out
+
+
+def _mergeable(here, after) -> bool:
+    single = isinstance(here, Action) and isinstance(after, Action)
+    return single and here.letter in "BI" and after.letter == "F" and (here.stage, here.microbatch) != (after.stage, after.microbatch)
+
+
+class Assembler:
+    """Programs of layouts that share one ``Parts`` cache."""
+
+    def __init__(self, parts: Parts, fuse: bool = True):
+        self.parts, self.fuse, self.model = parts, fuse, parts.model
+        self.gammas = co_runs(parts.profile.gammas)
+        self.num_sms = parts.profile.num_sms
+
+    def program(self, layout: Layout) -> Program:
+        """The step of ``layout``; the layout must be legal for the scenario."""
+        return _Build(self, layout).program()
+
+
+def co_runs(gammas) -> tuple[CoRun, ...]:
+    """Measured slowdowns; grouped GEMMs, which nobody measured apart, take those of GEMMs."""
+    found = [CoRun(g.running, g.beside, g.gamma) for g in gammas]
+    known = {(g.running, g.beside) for g in found}
+    return tuple(found + [replace(g, running="grouped_gemm") for g in found if g.running == "gemm" and ("grouped_gemm", g.beside) not in known])
+
+
+class _Build:
+    """One layout's bodies, made once for each distinct (stage content, letter, variant)."""
+
+    def __init__(self, maker: Assembler, layout: Layout):
+        self.maker, self.parts, self.layout = maker, maker.parts, layout
+        self.contents = pipeline.contents(maker.model, layout)
+        self.num_mb = num_microbatches(layout, maker.parts.workload)
+        self.orders, self.placement = orders_of(layout.schedule, layout.pp, self.num_mb, layout.vpp, layout.overlaps("ep"))
+        self.bodies: list[Body] = []
+        self.known: dict[tuple, int] = {}
+
+    def program(self) -> Program:
+        split = any(a.letter == "W" for order in self.orders for a in flatten(order))
+        firsts, lasts = self._marks(split)
+        index = tuple(tuple(self._entry(e, firsts, lasts) for e in order) for order in self.orders)
+        size = self.layout.mb * self.parts.workload.seq_len / (self.layout.tp * self.layout.cp) * self.maker.model.hidden_size * 2.0
+        hop = self._transfer(size)
+        launches = max((sum(t.host_s for t in b) for b in self.bodies), default=0.0) / max(self.parts.launch_s, 1e-12)
+        return Program(
+            orders=self.orders, placement=self.placement, body_index=index, bodies=tuple(self.bodies), transfer_forward=hop, transfer_backward=hop,
+            epilogue=tuple(self._epilogue(r) for r in range(self.layout.pp)), run_ahead=max(1, round(LAUNCH_QUEUE / max(1.0, launches))),
+            gammas=self.maker.gammas, num_sms=self.maker.num_sms,
+        )
+
+    def _transfer(self, size: float) -> Transfer | None:
+        if self.layout.pp == 1:
+            return None
+        seconds, nvlink, nic, *_ = self.parts.price(Collective("send_recv", size, Group(2, self.layout.groups["pp"].stride)))
+        return Transfer(seconds, tuple((n, min(1.0, b / seconds)) for n, b in (("nvlink", nvlink), ("nic", nic)) if b > 0))
+
+    def _marks(self, split: bool) -> tuple[set[Action], set[Action]]:
+        """First forward and last gradient-completing action of every virtual stage."""
+        firsts, lasts = {}, {}
+        done = "W" if split else "B"
+        for order in self.orders:
+            for action in flatten(order):
+                if action.letter == "F":
+                    firsts.setdefault(action.stage, action)
+                if action.letter in (done, "B"):
+                    lasts[action.stage] = action
+        return set(firsts.values()), set(lasts.values())
+
+    def _entry(self, entry, firsts, lasts) -> int:
+        if isinstance(entry, Pair):
+            keys = tuple(self._variant(a, firsts, lasts) for a in entry)
+            return self._remember(keys, lambda: interleave(*(self._body(k, j) for j, k in enumerate(keys))))
+        key = self._variant(entry, firsts, lasts)
+        return self._remember(key, lambda: self._body(key, 0))
+
+    def _remember(self, key, make) -> int:
+        if key not in self.known:
+            self.known[key] = len(self.bodies)
+            self.bodies.append(make())
+        return self.known[key]
+
+    def _variant(self, action: Action, firsts, lasts) -> tuple:
+        last = len(self.contents) - 1
+        place = (action.stage == 0, action.stage == last)
+        return (self.contents[action.stage], place, action.letter, self._gathers(action, firsts), self._reduces(action, lasts))
+
+    def _gathers(self, action: Action, firsts) -> bool:
+        l = self.layout
+        if self.sharded:
+            return action.letter in "FBI"
+        return l.zero >= 1 and l.overlaps("param") and action in firsts
+
+    def _reduces(self, action: Action, lasts) -> bool:
+        l = self.layout
+        if l.zero == 2 or self.sharded:
+            return action.letter in "BW"
+        return l.overlaps("grad") and action in lasts
+
+    def _body(self, key: tuple, slot: int) -> Body:
+        content, (first, last), letter, gathers, reduces = key
+        units = [layer_parts(name, self.maker.model) for name, count in content for _ in range(count)]
+        if letter != "F":
+            units = [tuple(reversed(u)) for u in reversed(units)]
+        tape = Tape()
+        ahead = self._prefetch(len(units))
+        made: list[tuple[int, ...]] = []
+        released: list[int] = []
+        reductions: list[tuple[int, ...]] = []
+        for i, unit in enumerate(units):
+            while gathers and len(made) <= min(i + ahead, len(units) - 1):
+                made.append(self._gather(tape, units[len(made)], released, len(made)))
+            tape.wait(made[i] if gathers else ())
+            if gathers and self.sharded:
+                self._copy(tape, "param_copy_out", self.parts.stack.fsdp_copy_out_bytes, unit)
+            for name in unit:
+                tape.part(self.parts.runs(self.parts.get(name, self.layout), letter, self.maker.fuse))
+            released.append(tape.last)
+            if reduces:
+                reductions.append(self._reduce(tape, unit, reductions))
+        return tape.body(needs=not (letter == "F" and first) and letter != "W", slot=slot,
+                         gives=letter != "W" and not (letter == "F" and last) and not (letter != "F" and first))
+
+    def _prefetch(self, num_units: int) -> int:
+        return self.layout.prefetch if self.sharded else num_units
+
+    def unit_params(self, unit: tuple[str, ...]) -> tuple[float, float]:
+        found = [self.parts.get(name, self.layout) for name in unit]
+        return sum(p.dense_params for p in found), sum(p.expert_params for p in found)
+
+    def _gather(self, tape: "Tape", unit, released, position) -> tuple[int, ...]:
+        window = self.layout.prefetch + 2
+        deps = (released[position - window],) if self.sharded and position >= window else ()
+        return tuple(tape.add(self._collective("param_gather", op, DATA, deps)) for op in self.gather_ops(unit))
+
+    def gather_ops(self, unit) -> list[Collective]:
+        """All-gathers that make one unit's bf16 weights whole."""
+        dense, expert = self.unit_params(unit)
+        groups = self.layout.groups
+        return [Collective("all_gather", 2.0 * n, g) for n, g in ((dense, groups["shard"]), (expert, groups["expert"])) if n and g.size > 1]
+
+    def reduce_ops(self, unit) -> list[Collective]:
+        """Reductions of one unit's gradients: scatter to shards, or all-reduce under ZeRO-0; HSDP adds the replicas."""
+        dense, expert = self.unit_params(unit)
+        groups, width = self.layout.groups, GRAD_BYTES[self.layout.grad]
+        kind = "all_reduce" if self.layout.zero == 0 else "reduce_scatter"
+        found = [Collective(kind, width * n, g) for n, g in ((dense, groups["shard"]), (expert, groups["expert"])) if n and g.size > 1]
+        if self.layout.rep > 1:
+            found.append(Collective("all_reduce", width * dense / groups["shard"].size, groups["replica"]))
+        return found
+
+    @property
+    def sharded(self) -> bool:
+        """Are weights gathered and gradients reduced in every microbatch, layer by layer?"""
+        return self.layout.zero == 3 and self.layout.reshard
+
+    def _copy(self, tape: "Tape", role: str, width: float, unit) -> None:
+        """Copy between the parameters of one unit and the one buffer that its collective works on."""
+        if self.gather_ops(unit) and width:
+            tape.part((self._kernel(role, width * sum(self.unit_params(unit)), kind="copy"),))
+
+    def _reduce(self, tape: "Tape", unit, before: list[tuple[int, ...]]) -> tuple[int, ...]:
+        ops = self.reduce_ops(unit)
+        if self.sharded and ops:
+            flying = self.parts.stack.fsdp_reduces_in_flight
+            tape.wait(before[-flying] if len(before) >= flying else ())
+            self._copy(tape, "grad_copy_in", self.parts.stack.fsdp_copy_in_bytes, unit)
+        return tuple(tape.add(self._collective("grad_reduce", op, REDUCE, (tape.last,) if tape.last >= 0 else ())) for op in ops)
+
+    def _collective(self, role: str, op: Collective, stream: int, deps=(), **kw) -> Task:
+        seconds, nvlink, nic, sms, term, _ = self.parts.price(op)
+        uses = tuple((n, min(1.0, b / seconds)) for n, b in (("nvlink", nvlink), ("nic", nic)) if b > 0)
+        return Task(role, "collective", stream, seconds, self._issue_s(), deps=deps, uses=uses, sms=sms, terms=((role, term, seconds),), **kw)
+
+    def _issue_s(self) -> float:
+        return self.parts.launch_s * (1.0 - self.parts.stack.graph_coverage[self.layout.graphs])
+
+    def _kernel(self, role: str, moved: float, deps=(), kind: str = "optimizer", **kw) -> Task:
+        seconds, *_, term, _ = self.parts.price(MemoryBound(kind, moved))
+        return Task(role, "memory_bound", COMPUTE, seconds, self._issue_s(), deps=deps, terms=((role, term, seconds),), **kw)
+
+    def rank_units(self, rank: int) -> list[tuple[str, ...]]:
+        """FSDP units of everything a pipeline rank holds, in reverse (gradients become ready from the last layer on)."""
+        stages = [s for s, r in enumerate(self.placement) if r == rank]
+        units = [layer_parts(name, self.maker.model) for s in stages for name, count in self.contents[s] for _ in range(count)]
+        return units[::-1]
+
+    def shard_params(self, rank: int) -> float:
+        """Parameters whose optimizer state this rank keeps."""
+        l, totals = self.layout, [self.unit_params(u) for u in self.rank_units(rank)]
+        dense, expert = sum(t[0] for t in totals), sum(t[1] for t in totals)
+        return dense + expert if l.zero == 0 else dense / l.groups["shard"].size + expert / max(1, l.edp)
+
+    def _epilogue(self, rank: int) -> Body:
+        l, tape, units = self.layout, Tape(), self.rank_units(rank)
+        tape.add(Task("drain", "memory_bound", COMPUTE, 0.0))
+        in_step = l.zero == 2 or self.sharded or l.overlaps("grad")
+        for unit in [] if in_step else _merged(units):
+            self._reduce_bucket(tape, unit)
+        self._small(tape, rank)
+        reduced = tape.add(Task("grads_reduced", "memory_bound", REDUCE, 0.0))
+        shard = self.shard_params(rank)
+        norm = tape.add(self._kernel("grad_norm", GRAD_BYTES[l.grad] * shard, (reduced,)))
+        total = tape.add(self._collective("grad_norm", Collective("all_reduce", 8.0, l.groups["world"]), COMM, (norm,), barrier=0))
+        traffic = OPTIMIZER_BYTES[l.optimizer] + GRAD_BYTES[l.grad]
+        step = tape.add(replace(self._kernel("optimizer", traffic * shard, (total,)), blocks_host=True))
+        if l.zero in (1, 2) or (l.zero == 3 and not l.reshard):
+            for unit in [] if l.overlaps("param") else _merged(units):
+                for op in self.gather_ops(unit):
+                    tape.add(self._collective("param_gather", op, DATA, (step,)))
+        tape.add(Task("between_steps", "memory_bound", COMPUTE, 0.0, host_s=self.parts.stack.end_of_step_s))
+        return tuple(tape.tasks)
+
+    def _reduce_bucket(self, tape: "Tape", units: tuple[str, ...]) -> None:
+        for op in self.reduce_ops(units):
+            tape.add(self._collective("grad_reduce", op, REDUCE, (0,)))
+
+    def _small(self, tape: "Tape", rank: int) -> None:
+        """Collectives that carry few bytes and still cost their latency: the tied embedding's gradient between the first and
+        last stage, expert counts of balancing losses and biases, the loss itself."""
+        l, model = self.layout, self.maker.model
+        if model.tie_embeddings and l.pp > 1 and rank in (0, l.pp - 1):
+            size = GRAD_BYTES[l.grad] * model.vocab_size * model.hidden_size / l.tp
+            tape.add(self._collective("grad_reduce", Collective("all_reduce", size, Group(2, l.groups["pp"].stride * (l.pp - 1))), REDUCE, (0,)))
+        if model.num_experts and l.groups["dense"].size > 1:
+            size = 4.0 * model.num_experts * model.num_layers
+            tape.add(self._collective("router_stats", Collective("all_reduce", size, l.groups["dense"]), REDUCE, (0,)))
+        if l.world > 1:
+            tape.add(self._collective("loss_reduce", Collective("all_reduce", 8.0, l.groups["world"]), REDUCE, (0,)))
+
+
+def _merged(units: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """All of a rank's units as one bucket: nothing waits for a part of it once the step's compute has ended."""
+    return [tuple(name for unit in units for name in unit)] if units else []
+
+
+class Tape:
+    """Tasks of one body in host order, with part-relative dependencies resolved."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+        self.last = -1
+        self.pending: tuple[int, ...] = ()
+
+    def add(self, task: Task) -> int:
+        self.tasks.append(task)
+        if task.stream == COMPUTE:
+            self.last = len(self.tasks) - 1
+        return len(self.tasks) - 1
+
+    def wait(self, deps: tuple[int, ...]) -> None:
+        """The next compute task waits for ``deps`` too."""
+        self.pending += deps
+
+    def part(self, runs: tuple[Task, ...]) -> None:
+        base, before = len(self.tasks), self.last
+        for task in runs:
+            deps = tuple(base + d if d >= 0 else before for d in task.deps if d >= 0 or before >= 0)
+            if task.stream == COMPUTE and self.pending:
+                deps, self.pending = tuple(dict.fromkeys(deps + self.pending)), ()
+            self.add(task if deps == task.deps else replace(task, deps=deps))
+
+    def body(self, needs: bool, gives: bool, slot: int) -> Body:
+        """The body, its first compute task waiting for the input and its last one giving the output."""
+        first = next((i for i, t in enumerate(self.tasks) if t.stream == COMPUTE), -1)
+        tasks = list(self.tasks)
+        if first >= 0 and needs:
+            tasks[first] = replace(tasks[first], input=slot)
+        if first >= 0 and gives:
+            tasks[self.last] = replace(tasks[self.last], output=slot)
+        return tuple(tasks)
+
+
+def interleave(a: Body, b: Body) -> Body:
+    """Two bodies as one overlapped pair: their compute runs alternate, so that one's collectives stand under the other's compute.
+
+    Each body keeps its own order and waits; runs of the longer one are spread evenly over the shorter.
+    """
+    pieces = [_pieces(a), _pieces(b)]
+    order = sorted([(i / max(1, len(p)), side, i) for side, p in enumerate(pieces) for i in range(len(p))])
+    where: list[dict[int, int]] = [{}, {}]
+    out: list[Task] = []
+    for _, side, i in order:
+        for old in pieces[side][i]:
+            where[side][old] = len(out)
+            task = (a, b)[side][old]
+            out.append(replace(task, deps=tuple(where[side][d] for d in task.deps)))
+    return tuple(out)
+
+
+def _pieces(body: Body) -> list[list[int]]:
+    """Task indices cut before every compute task that follows something else."""
+    cuts: list[list[int]] = []
+    for i, task in enumerate(body):
+        if not cuts or task.stream == COMPUTE:
+            cuts.append([])
+        cuts[-1].append(i)
+    return cuts
+
+
+__all__ = ["Assembler", "interleave", "orders_of"]

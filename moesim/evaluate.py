@@ -1,0 +1,229 @@
+"""What does one layout do? (Program, step time, memory, breakdown, provenance and interval of a single layout.)"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from moesim import engine, memory, paths
+from moesim.assembly import GRAD_BYTES, Assembler
+from moesim.layout import Layout, LayoutError, illegal, num_microbatches, parse_layout
+from moesim.model_error import ModelError, load_model_error
+from moesim.parts import Parts, layer_parts
+from moesim.plan import Candidate, Skewed
+from moesim.profile import load_profile
+from moesim.program import COMPUTE, Program
+from moesim.schedules import flatten
+from moesim.screen import item_names, structure_of
+from moesim.space import canonical
+from moesim.stack import load_stack
+from moesim.timeline import Timeline, breakdown
+
+NUM_DRAWS = 96
+LOW, HIGH = 10.0, 90.0
+"""Percentiles of the 80% interval."""
+Z_80 = 1.2816
+"""90% quantile of the standard normal distribution."""
+PROVENANCE = ("measured", "interpolated", "extrapolated", "datasheet", "assumed")
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Memory of one layout: bytes by category on the heaviest pipeline rank, and that rank."""
+
+    categories: dict[str, float]
+    rank: int
+
+    @property
+    def total(self) -> float:
+        return sum(self.categories.values())
+
+
+class Evaluator:
+    """Predictions for one scenario. ``profile`` and ``stack`` are loaded objects; all layouts share the priced parts."""
+
+    def __init__(self, scenario, profile=None, stack=None, model_error: ModelError | None = None):
+        self.scenario = scenario
+        self.profile = profile if profile is not None and not isinstance(profile, str) else load_profile(profile or scenario.profile or scenario.cluster.gpu.profile)
+        self.stack = stack or load_stack(scenario.stack)
+        self.model_error = model_error or load_model_error()
+        self.parts = Parts(scenario.model, scenario.cluster, scenario.workload, self.stack, self.profile)
+        self.assembler = Assembler(self.parts)
+
+    @cached_property
+    def skewed(self) -> "Evaluator":
+        """The same under the scenario's stated routing skew."""
+        workload = self.scenario.workload.model_copy(update={"routing": self.scenario.workload.skew})
+        return Evaluator(self.scenario.model_copy(update={"workload": workload}), self.profile, self.stack, self.model_error)
+
+    @property
+    def num_gpus(self) -> int:
+        return self.scenario.cluster.num_gpus
+
+    @property
+    def budget_bytes(self) -> float:
+        """Peak bytes a layout may have: HBM less the runtime's reserve, over one plus the margin."""
+        s = self.scenario
+        return (s.cluster.gpu.hbm_bytes - s.runtime_reserve_bytes) / (1.0 + s.memory.margin)
+
+    def legal(self, text_or_layout) -> Layout:
+        """A layout that this scenario can run. LayoutError says in one line why it can't."""
+        layout = parse_layout(text_or_layout) if isinstance(text_or_layout, str) else text_or_layout
+        reason = illegal(layout, self.scenario.model, self.scenario.workload, self.num_gpus)
+        if reason:
+            raise LayoutError(f"layout {str(text_or_layout)!r}: {reason}")
+        return canonical(layout, num_microbatches(layout, self.scenario.workload))
+
+    def program(self, layout: Layout) -> Program:
+        return self.assembler.program(layout)
+
+    def tokens_per_s(self, step_s: float) -> float:
+        """Tokens a second a GPU."""
+        return self.scenario.workload.global_batch_tokens / step_s / self.num_gpus
+
+    def peak(self, layout: Layout) -> Peak:
+        """Memory at the worst moment of the heaviest pipeline rank."""
+        items = item_names(self.scenario.model)
+        structure = structure_of(self.scenario.model, layout, num_microbatches(layout, self.scenario.workload), items)
+        categories = memory.peak(self._items(layout, items), self._policy(layout), structure, self.scenario.memory.allocator_slack)
+        rank = int(memory.total(categories)[0].argmax())
+        return Peak({name: float(values[0, rank]) for name, values in categories.items()}, rank)
+
+    def _items(self, layout: Layout, items) -> memory.Items:
+        columns: dict[str, list[float]] = defaultdict(list)
+        for item in items:
+            found = [self.parts.get(name, layout) for name in layer_parts(item, self.scenario.model)]
+            columns["dense"].append(sum(p.dense_params for p in found))
+            columns["expert"].append(sum(p.expert_params for p in found))
+            columns["saved"].append(sum(p.saved for p in found))
+            columns["logits"].append(sum(p.saved for p in found if p.key.name == "head"))
+            columns["transient"].append(max(p.transient for p in found))
+            columns["buffer"].append(max(p.buffer for p in found))
+        return memory.Items(**{name: np.array([values], dtype=float) for name, values in columns.items()})
+
+    def _policy(self, layout: Layout) -> memory.Policy:
+        one = lambda value: np.array([value])  # noqa: E731
+        return memory.Policy(
+            one(layout.zero), one(layout.reshard), one(GRAD_BYTES[layout.grad]), one(memory.MOMENT_BYTES[layout.optimizer]), one(layout.groups["shard"].size),
+            one(layout.edp), one(layout.prefetch), one(0.0 if layout.dispatcher == "alltoall" else 2.0),
+        )
+
+    def play(self, layout: Layout) -> Timeline:
+        """The step in the engine, with spans."""
+        return engine.run(self.program(layout))
+
+    def interval(self, layout: Layout, program: Program, step_s: float, shares: dict[str, float]) -> tuple[float, float]:
+        """80% interval of tokens/s/GPU: parameter draws through the longest path, widened by the model's own error (log-normal)."""
+        rng = np.random.default_rng(self.scenario.seed)
+        draws = self.profile.sample(rng, NUM_DRAWS)
+        steps = paths.step_draws(program, draws) / paths.step_seconds([program])[0]
+        log = np.log(steps)
+        sigma = math.hypot((np.percentile(log, HIGH) - np.percentile(log, LOW)) / (2 * Z_80), self.model_error.sigma(shares, self.num_gpus))
+        centre = self.tokens_per_s(step_s)
+        return centre * math.exp(-Z_80 * sigma), centre * math.exp(Z_80 * sigma)
+
+    def provenance(self, layout: Layout, program: Program) -> dict[str, float]:
+        """Share of the priced seconds (all pipeline ranks, all streams) by provenance class."""
+        seconds: dict[str, float] = defaultdict(float)
+        times = np.bincount([k for row in program.body_index for k in row], minlength=len(program.bodies))
+        for body, count in zip(program.bodies, times):
+            for task in body:
+                for _, term, part in task.terms:
+                    seconds[term] += part * count
+        by_class: dict[str, float] = defaultdict(float)
+        for term, part in seconds.items():
+            by_class[self.profile.term(term).provenance] += part
+        total = sum(by_class.values()) or 1.0
+        return {name: by_class[name] / total for name in PROVENANCE if by_class[name] > 0}
+
+    def candidate(self, layout: Layout, timeline: Timeline, program: Program, evaluator: str = "engine", *, with_skew: bool = True) -> Candidate:
+        """Everything a plan says about one layout that was played."""
+        step_s, peak = timeline.makespan, self.peak(layout)
+        rank = critical_rank(timeline)
+        where = breakdown(timeline, rank)
+        shares = self.provenance(layout, program)
+        low, high = self.interval(layout, program, step_s, shares)
+        peak_flops = self.scenario.cluster.gpu.peak_flops["bf16"]
+        model_flops = self.scenario.model.flops_per_token(self.scenario.workload.seq_len)
+        rate = self.tokens_per_s(step_s)
+        days, usd = self.cost(rate)
+        load = self.parts.load(layout)
+        return Candidate(
+            layout=str(layout), tokens_per_s_per_gpu=rate, low=low, high=high, step_s=step_s, mfu=rate * model_flops / peak_flops,
+            mfu_denominator=f"bf16 dense {peak_flops / 1e12:g} TFLOP/s", peak_bytes=peak.total, fits=peak.total <= self.budget_bytes, memory=peak.categories,
+            heaviest_stage=peak.rank, breakdown=where, provenance=shares, limited_by=limit(where), evaluator=evaluator,
+            num_microbatches=num_microbatches(layout, self.scenario.workload), drop_fraction=load.drop_fraction if load else 0.0,
+            skewed=self._skewed(layout, program, step_s) if with_skew else None, days=days, usd=usd,
+        )
+
+    def _skewed(self, layout: Layout, program: Program, step_s: float) -> Skewed | None:
+        if not self.scenario.model.num_experts:
+            return None
+        other = self.skewed
+        ratio = paths.step_seconds([other.program(layout)])[0] / paths.step_seconds([program])[0]
+        peak, load = other.peak(layout), other.parts.load(layout)
+        return Skewed(routing_name(self.scenario.workload.skew), self.tokens_per_s(step_s * ratio), step_s * ratio, peak.total, peak.total <= self.budget_bytes,
+                      load.drop_fraction)
+
+    def cost(self, rate: float) -> tuple[float | None, float | None]:
+        """(days, dollars) for the workload's tokens at ``rate`` tokens/s/GPU; None where a figure is unknown."""
+        tokens, price = self.scenario.workload.tokens, self.scenario.cluster.price
+        if tokens is None:
+            return None, None
+        seconds = tokens / (rate * self.num_gpus)
+        return seconds / 86400.0, None if price is None else seconds / 3600.0 * self.num_gpus * price
+
+
+def routing_name(routing) -> str:
+    """Short name of a routing: "balanced", "zipf(0.15)", ..."""
+    detail = {"zipf": routing.zipf_s, "dirichlet": routing.dirichlet_alpha, "histogram": routing.file}.get(routing.kind)
+    return routing.kind if detail is None else f"{routing.kind}({detail})"
+
+
+def critical_rank(timeline: Timeline) -> int:
+    """The rank with most work: the one that the others wait for."""
+    return max(range(timeline.num_ranks), key=lambda r: (timeline.busy(r, COMPUTE), -r))
+
+
+GROUPS = {
+    "matrix products": ("qkv", "attn_out", "mla_down", "mla_up", "mlp_up", "mlp_down", "shared_up", "shared_down", "head", "mtp"),
+    "expert products": ("expert_up", "expert_down"),
+    "attention": ("core_attn",),
+    "recompute": ("recompute",),
+    "pipeline bubble": ("bubble",),
+    "host": ("host",),
+    "contention": ("contention",),
+}
+
+
+def grouped(where: dict[str, float]) -> dict[str, float]:
+    """A breakdown summed into the few causes a planner can act on; what is in no group is memory-bound kernels."""
+    home = {role: name for name, roles in GROUPS.items() for role in roles}
+    out: dict[str, float] = defaultdict(float)
+    for role, seconds in where.items():
+        if role.startswith("exposed "):
+            out[role] += seconds
+        elif role.startswith("end of step"):
+            out["end of step"] += seconds
+        else:
+            out[home.get(role, "memory-bound kernels")] += seconds
+    return dict(out)
+
+
+def limit(where: dict[str, float]) -> str:
+    """The two largest causes with their shares, largest first."""
+    total = sum(where.values()) or 1.0
+    top = sorted(grouped(where).items(), key=lambda item: -item[1])[:2]
+    return ", ".join(f"{name} {100 * seconds / total:.0f}%" for name, seconds in top)
+
+
+def as_pinned(candidate: Candidate) -> Candidate:
+    return replace(candidate, pinned=True)
+
+
+def count_actions(program: Program) -> int:
+    return sum(1 for order in program.orders for _ in flatten(order))

@@ -1,0 +1,36 @@
+"""How far off is the model itself, where its parameters are right? (Out-of-fold residuals of published runs, as one sigma a case.)
+
+Written by ``python -m calibration score --write`` into scenarios/model_error.yaml; a prediction's interval combines it with the
+spread from parameter draws.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class ModelError(BaseModel):
+    """Standard deviations of log(predicted / measured) beyond parameter spread. ``base``: layouts whose stack and GPU kind are
+    known; ``extrapolated`` is added in quadrature in proportion to the share of extrapolated, datasheet or assumed seconds."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+    base: float = Field(ge=0, le=2)
+    extrapolated: float = Field(ge=0, le=2)
+    num_runs: int = Field(ge=0)
+    source: str
+
+    def sigma(self, shares: dict[str, float], num_gpus: int) -> float:
+        """Log standard deviation for a prediction with these provenance shares."""
+        far = sum(shares.get(name, 0.0) for name in ("extrapolated", "datasheet", "assumed"))
+        return (self.base**2 + (self.extrapolated * far) ** 2) ** 0.5
+
+
+@lru_cache(maxsize=1)
+def load_model_error(path: Path | None = None) -> ModelError:
+    """The shipped model error."""
+    from moesim.load import read_yaml, scenarios_dir
+
+    return ModelError(**read_yaml(path or scenarios_dir() / "model_error.yaml"))

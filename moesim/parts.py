@@ -1,0 +1,370 @@
+"""What does each part of a layer cost on one rank? (Blocks of a layout, priced once each and turned into runs of kernels.)
+
+A part's cost depends on few of a layout's choices: its key. A search over a hundred thousand layouts meets a few hundred
+distinct parts, so every part is built, priced (one vectorised call for all new ops) and fused once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Iterable, NamedTuple
+
+import numpy as np
+
+from moesim import axes, transformer
+from moesim.block import COMM, COMPUTE, Block, Node, backward
+from moesim.ops import Attention, Collective, Dispatch, Gemm, GroupedGemm, MemoryBound, Op
+from moesim.pricing import PROVENANCE
+from moesim.program import COMM as COMM_STREAM
+from moesim.program import COMPUTE as COMPUTE_STREAM
+from moesim.program import Task
+from moesim.routing import expert_load
+
+LAYER_KINDS = ("dense", "moe")
+LOAD_MICROBATCHES = 8
+"""Microbatches over which skewed routing is averaged: the mean of the maximum settles within a few of them."""
+BF16_GRAD_ADD = 6.0
+"""Bytes a parameter to add a bf16 gradient into a bf16 accumulator: read both, write one."""
+
+
+class PartKey(NamedTuple):
+    """Everything a part's cost depends on."""
+
+    name: str
+    window: int | None
+    tp: int
+    cp: int
+    mb: int
+    precision: str
+    recompute: tuple[str, ...]
+    graphs: str
+    grad: str
+    ep: int = 1
+    etp: int = 1
+    dispatcher: str = "alltoall"
+    sms: int = 0
+    hidden_dispatch: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """One node with its price."""
+
+    node: Node
+    seconds: float
+    nvlink: float
+    nic: float
+    sms: int
+    term: str
+    provenance: str
+    host_s: float
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.node.op)
+
+
+def kind_of(op: Op) -> str:
+    """Kernel kind, as co-run factors name it."""
+    return _KIND_NAMES[type(op)]
+
+
+_KIND_NAMES = {Gemm: "gemm", GroupedGemm: "grouped_gemm", Attention: "attention", MemoryBound: "memory_bound", Collective: "collective", Dispatch: "dispatch"}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Priced part of one layer on one rank. ``runs`` = letter -> fused tasks; a task's dep -1 means "the last compute run before
+    this part". Seconds of ``path`` assume a host that is never late."""
+
+    key: PartKey
+    forward: tuple[Priced, ...]
+    backward: tuple[Priced, ...]
+    dense_params: float
+    expert_params: float
+    saved: float
+    transient: float
+    """Bytes that live only while this part runs backward: what recompute rebuilds, and the largest gradient of an output."""
+    buffer: float
+    """Bytes of dispatcher buffers (receive side) while the part runs."""
+    path: dict[str, float]
+    compute: dict[str, float]
+    comm: dict[str, float]
+    host: dict[str, float]
+
+
+class Parts:
+    """Cache of priced parts for one model, cluster, workload, stack and profile."""
+
+    def __init__(self, model, cluster, workload, stack, profile):
+        self.model, self.cluster, self.workload, self.stack, self.profile = model, cluster, workload, stack, profile
+        self.cache: dict[PartKey, Part] = {}
+        self.prices: dict[Op, tuple] = {}
+        self.tasks: dict[tuple[PartKey, str, bool], tuple[Task, ...]] = {}
+        self.launch_s = profile.host.launch_s[cluster.gpu.host_cpu]
+        self.num_moe = max(1, model.layer_kinds().count("moe")) if model.num_experts else 1
+
+    def key(self, name: str, layout) -> PartKey:
+        """Key of a part named as ``pipeline.stage_contents`` names layers ("attention@128", "moe", "head", ...)."""
+        base, _, window = name.partition("@")
+        moe = base == "moe"
+        common = (base, int(window) if window else None, layout.tp, layout.cp, layout.mb, layout.precision, layout.recompute, layout.graphs, layout.grad)
+        if not moe:
+            return PartKey(*common)
+        return PartKey(*common, layout.ep, layout.etp, layout.dispatcher, layout.sms, layout.overlaps("shared"))
+
+    def ensure(self, wanted: Iterable[tuple[PartKey, object]]) -> None:
+        """Build and price every (key, a layout that has it) not known yet, in one pass."""
+        blocks = {}
+        for key, layout in wanted:
+            if key not in self.cache and key not in blocks:
+                blocks[key] = self._blocks(key, layout)
+        self.price_ops(n.op for pair in blocks.values() for block in pair for n in block)
+        for key, (forward, adjoint) in blocks.items():
+            self.cache[key] = self._part(key, forward, adjoint)
+
+    def get(self, name: str, layout) -> Part:
+        key = self.key(name, layout)
+        if key not in self.cache:
+            self.ensure([(key, layout)])
+        return self.cache[key]
+
+    def price_ops(self, ops: Iterable[Op]) -> None:
+        new = [op for op in dict.fromkeys(ops) if op not in self.prices]
+        if not new:
+            return
+        p = self.profile.price(new, self.cluster)
+        names = [t.name for t in self.profile.terms]
+        for i, op in enumerate(new):
+            self.prices[op] = (float(p.seconds[i]), float(p.nvlink_s[i]), float(p.nic_s[i]), int(p.sms[i]), names[p.term[i]], PROVENANCE[p.provenance[i]])
+
+    def price(self, op: Op) -> tuple:
+        if op not in self.prices:
+            self.price_ops([op])
+        return self.prices[op]
+
+    def work(self, layout) -> transformer.Work:
+        """Microbatch of ``layout``: its size, recipe and the load of the busiest rank."""
+        load = self.load(layout)
+        return transformer.Work(
+            layout.mb, self.workload.seq_len, layout.precision, self.stack.pointwise_fusion,
+            permutes=self.stack.permutes(layout.dispatcher, layout.ep), saves_expert_output=self.stack.saves_expert_output,
+            load=load.max_over_mean_rank if load else 1.0, memory_load=load.memory_factor if load else 1.0,
+            max_expert=load.max_over_mean_expert / load.max_over_mean_rank if load else 1.0, kept=1.0 - load.drop_fraction if load else 1.0,
+        )
+
+    def load(self, layout):
+        """Expert load of a layout (None for a dense model)."""
+        if not self.model.num_experts:
+            return None
+        tokens = max(1, layout.mb * self.workload.seq_len // (layout.cp * layout.tp))
+        model = self.model
+        return expert_load(self.workload.routing, model.num_experts, model.top_k, tokens, layout.ep, self.num_moe, LOAD_MICROBATCHES, layout.etp)
+
+    def _blocks(self, key: PartKey, layout) -> tuple[Block, Block]:
+        forward = axes.shard(_BUILD[key.name](self.model, self.work(layout), key.window), layout, self.model)
+        forward = self._host(forward, key)
+        adjoint = backward(forward, frozenset(key.recompute), self.stack.backward_launch_ratio)
+        return forward, self._accumulate(adjoint, key)
+
+    def _host(self, block: Block, key: PartKey) -> Block:
+        """Kernel launches and device-to-host waits of this software."""
+        launches = self._launches(key) * (self.stack.fp8_launch_ratio if key.precision != "bf16" else 1.0)
+        launches *= 1.0 - self.stack.graph_coverage[key.graphs]
+        nodes = [replace(n, launches=launches / len(block), host_wait=False) for n in block]
+        if key.name == "moe":
+            waits = self.stack.waits(key.dispatcher, key.ep) if key.graphs != "full" else 0
+            order = ("count_exchange", "permute", "dispatch", "router") if key.ep > 1 else ("permute", "router")
+            present = {n.key for n in nodes}
+            marked = set([k for k in order if k in present][:waits])
+            nodes = [replace(n, host_wait=n.key in marked) for n in nodes]
+        return Block(tuple(nodes))
+
+    def _launches(self, key: PartKey) -> float:
+        s, base = self.stack, key.name
+        tensor = s.launches_tp / 2 if key.tp > 1 else 0.0
+        if base == "attention":
+            mla = s.launches_mla if self.model.attention == "mla" else 0.0
+            return s.launches_attention + mla + tensor + (s.launches_cp if key.cp > 1 else 0.0)
+        if base == "dense":
+            return s.launches_dense_ffn + tensor
+        if base == "moe":
+            plain = s.launches_alltoall_extra if key.ep > 1 and key.dispatcher == "alltoall" else 0.0
+            return s.launches_moe + plain + s.launches_per_local_expert * self.model.num_experts / key.ep + tensor
+        return s.launches_head if base == "head" else 0.0
+
+    def _accumulate(self, block: Block, key: PartKey) -> Block:
+        """Weight gradients as this software adds them up: FP32 in the GEMM's epilogue (8 bytes a parameter), or a bf16 gradient
+        written by the GEMM and added by a kernel of its own."""
+        extra = self.stack.grad_accumulate_bytes if key.grad == "fp32" else BF16_GRAD_ADD
+        if extra == 8.0:
+            return block
+        nodes: list[Node] = []
+        for n in block:
+            if n.phase != "W":
+                nodes.append(n)
+                continue
+            op = n.op
+            size = float(op.m * op.n) if isinstance(op, Gemm) else float(op.groups * op.n * op.k)
+            # The GEMM itself is priced with an FP32 accumulating epilogue; its own kernel moves what is beyond that.
+            nodes.append(n)
+            if extra > 8.0:
+                nodes.append(replace(n, key=n.key + ".add", op=MemoryBound("elementwise", (extra - 8.0) * size, 0.0), deps=(n.key,)))
+        return Block(tuple(nodes))
+
+    def _part(self, key: PartKey, forward: Block, adjoint: Block) -> Part:
+        f, b = self._priced(forward), self._priced(adjoint)
+        dense, expert = forward.params
+        recompute = frozenset(key.recompute)
+        saved = forward.saved_bytes(recompute)
+        whole = forward.saved_bytes()
+        if key.recompute == ("full",):
+            # The layer's input is all that stays; it is the output of the part before, counted here once a layer.
+            saved = next((n.saved for n in forward if n.key == "residual1"), 0.0)
+        gradient = max((n.saved for n in forward if n.key != "loss"), default=0.0)
+        part = Part(key, f, b, dense, expert, saved, whole - saved + gradient, _buffer(forward), {}, {}, {}, {})
+        for letter in "FBIW":
+            nodes = _of(part, letter)
+            part.compute[letter] = sum(p.seconds for p in nodes if p.node.stream == COMPUTE)
+            part.comm[letter] = sum(p.seconds for p in nodes if p.node.stream == COMM)
+            part.host[letter] = sum(p.host_s for p in nodes)
+            part.path[letter] = serial_path(nodes, key.hidden_dispatch)
+        return part
+
+    def _priced(self, block: Block) -> tuple[Priced, ...]:
+        return tuple(Priced(n, *self.prices[n.op], n.launches * self.launch_s) for n in block)
+
+    def runs(self, part: Part, letter: str, fuse: bool = True) -> tuple[Task, ...]:
+        """Tasks of one part for one letter; see ``Part``."""
+        key = (part.key, letter, fuse)
+        if key not in self.tasks:
+            self.tasks[key] = _runs(_of(part, letter), part.key.hidden_dispatch, fuse)
+        return self.tasks[key]
+
+
+def _window_attention(model, work, window):
+    return transformer.attention(model, work, window)
+
+
+_BUILD = {
+    "embedding": lambda m, w, _: transformer.embedding(m, w),
+    "attention": _window_attention,
+    "dense": lambda m, w, _: transformer.dense(m, w),
+    "moe": lambda m, w, _: transformer.moe(m, w),
+    "mtp_projection": lambda m, w, _: transformer.mtp_projection(m, w),
+    "head": lambda m, w, _: transformer.head(m, w),
+}
+
+
+def layer_parts(name: str, model) -> tuple[str, ...]:
+    """Parts of one item of ``pipeline.stage_contents``, in forward order."""
+    base, _, window = name.partition("@")
+    if base in LAYER_KINDS:
+        return ("attention" + (f"@{window}" if window else ""), base)
+    if base == "mtp":
+        last = model.layer_kinds()[-1]
+        return ("mtp_projection", "attention", last, "head")
+    return (name,)
+
+
+def _of(part: Part, letter: str) -> list[Priced]:
+    if letter == "F":
+        return list(part.forward)
+    phases = {"B": "RIW", "I": "RI", "W": "W"}[letter]
+    return [p for p in part.backward if p.node.phase in phases]
+
+
+def _buffer(block: Block) -> float:
+    """Bytes a dispatcher's receive buffer holds for the busiest rank, beyond the activations that backward keeps."""
+    return max((n.op.tokens * n.op.top_k * n.op.hidden * 2.0 * n.op.load for n in block if isinstance(n.op, Dispatch)), default=0.0)
+
+
+def _moved_wait(priced: Priced, hidden_dispatch: bool) -> bool:
+    """Does an overlap rule let the compute stream go on beside this collective? ("shared" moves the wait of a dispatch, or of
+    the combine that is its adjoint, from the shared experts to the node that reads it.)"""
+    return hidden_dispatch and priced.node.role in ("dispatch",)
+
+
+def serial_path(nodes: list[Priced], hidden_dispatch: bool) -> float:
+    """Longest path through a part when the host is never late: one compute and one communication stream in program order."""
+    ends: dict[str, float] = {}
+    compute = comm = 0.0
+    for p in nodes:
+        moved = _moved_wait(p, hidden_dispatch)
+        read = [ends[d] for d in p.node.deps if d in ends]
+        if p.node.stream == COMPUTE:
+            compute = ends[p.node.key] = max([compute, *read]) + p.seconds
+        else:
+            comm = ends[p.node.key] = max(comm, *(read if moved and read else [compute])) + p.seconds
+            compute = compute if moved else max(compute, comm)
+    return max(compute, comm)
+
+
+def _runs(nodes: list[Priced], hidden_dispatch: bool, fuse: bool) -> tuple[Task, ...]:
+    """Fuse program order into runs. A collective waits for all computed before it and the next computation for the collective,
+    unless a rule moves that wait: then only data decides. A run ends where a collective or the host waits for its result."""
+    names = {p.node.key for p in nodes}
+    cut_after = {d for p in nodes if _moved_wait(p, hidden_dispatch) for d in p.node.deps if d in names}
+    tasks: list[Task] = []
+    index: dict[str, int] = {}
+    run: list[Priced] = []
+    waits: tuple[int, ...] = ()
+    pending: list[int] = []
+    last_compute = -1
+
+    def flush() -> None:
+        nonlocal run, waits, last_compute
+        if run:
+            last_compute = len(tasks)
+            for p in run:
+                index[p.node.key] = last_compute
+            tasks.append(_task(run, COMPUTE_STREAM, waits))
+            run, waits = [], ()
+
+    comm_index = {}
+    for p in nodes:
+        if p.node.stream == COMPUTE:
+            needs = tuple(dict.fromkeys([*pending, *(comm_index[d] for d in p.node.deps if d in comm_index)]))
+            pending = []
+            if needs or not fuse:
+                flush()
+                waits = needs
+            run.append(p)
+            if p.node.key in cut_after or p.node.host_wait:
+                flush()
+            continue
+        flush()
+        moved = _moved_wait(p, hidden_dispatch)
+        deps = tuple(dict.fromkeys(index[d] for d in p.node.deps if d in index)) if moved else (last_compute,)
+        deps = deps or (last_compute,)
+        at = len(tasks)
+        index[p.node.key] = comm_index[p.node.key] = at
+        tasks.append(_task([p], COMM_STREAM, deps))
+        if not moved:
+            pending.append(at)
+    flush()
+    if pending:
+        # A part that ends in a collective: whatever computes next waits for it.
+        tasks.append(Task("wait", "memory_bound", COMPUTE_STREAM, 0.0, deps=tuple(pending)))
+    return tuple(tasks)
+
+
+def _task(run: list[Priced], stream: int, deps: tuple[int, ...]) -> Task:
+    seconds = np.array([p.seconds for p in run])
+    host = np.array([p.host_s for p in run])
+    total = float(seconds.sum())
+    # Least time from the first issue to the last end: some kernel starts the moment it is issued.
+    lag = float((np.cumsum(host) + np.cumsum(seconds[::-1])[::-1]).max())
+    uses, sms = (), 0
+    if stream == COMM_STREAM and total > 0:
+        uses = tuple((name, min(1.0, busy / total)) for name, busy in (("nvlink", run[0].nvlink), ("nic", run[0].nic)) if busy > 0)
+        sms = run[0].sms
+    kind = max(run, key=lambda p: p.seconds).kind
+    terms = tuple((role_of(p.node), p.term, p.seconds) for p in run if p.seconds)
+    return Task(run[0].node.role if len(run) == 1 else f"{run[0].node.role}..{run[-1].node.role}", kind, stream, total, float(host.sum()), lag,
+                deps, uses, sms, any(p.node.host_wait for p in run), terms=terms)
+
+
+def role_of(node: Node) -> str:
+    """Role in the breakdown: recomputed work is shown apart."""
+    return "recompute" if node.phase == "R" else node.role

@@ -1,0 +1,232 @@
+"""Which of very many layouts are worth a closer look? (Memory and a lower bound of the step for every row of a Space, as arrays.)
+
+Rows that share a structure (stages, order) are one array computation; what a layer costs is looked up by part, so that the work
+grows with distinct parts and structures, not with layouts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Callable, Iterator
+
+import numpy as np
+
+from moesim import memory
+from moesim.assembly import GRAD_BYTES, OPTIMIZER_BYTES, orders_of
+from moesim.axes import pipeline
+from moesim.bounds import Durations, screen_structure
+from moesim.layout import stage_layers
+from moesim.ops import Collective, Group, MemoryBound
+from moesim.parts import Part, PartKey, Parts, layer_parts
+from moesim.schedules import SCHEDULES, live_vectors
+from moesim.space import Space
+
+LETTERS = "FBIW"
+PART_FIELDS = ("tp", "cp", "mb", "precision", "recompute", "graphs", "grad")
+MOE_FIELDS = (*PART_FIELDS, "ep", "etp", "dispatcher", "sms", "shared")
+
+
+@dataclass(frozen=True)
+class Screened:
+    """Arrays over the rows of a Space: peak bytes of the heaviest rank, that rank, a lower bound of the step in seconds."""
+
+    peak_bytes: np.ndarray
+    heaviest: np.ndarray
+    bound_s: np.ndarray
+
+
+class Screen:
+    """Screening of one Space; ``parts`` keeps everything priced for the layouts that are looked at later."""
+
+    def __init__(self, scenario, parts: Parts, space: Space):
+        self.scenario, self.parts, self.space, self.model = scenario, parts, space, scenario.model
+        self.items = item_names(self.model)
+        self.value = {f: space.column(f) for f in space.values if f not in ("overlap", "recompute", "stages")}
+        self.rules = {r: np.array([r in names for names, _ in space.values["overlap"]])[space.codes["overlap"]] for r in ("ep", "shared", "grad", "param", "fsdp")}
+        self.prefetch = np.array([n for _, n in space.values["overlap"]])[space.codes["overlap"]]
+        self.sharded = (self.value["zero"] == 3) & self.value["reshard"]
+        self.dense_shards = self.value["dp"] * self.value["cp"] // self.value["rep"]
+        self.expert_shards = self.value["dp"] * self.value["cp"] * self.value["tp"] // (self.value["ep"] * self.value["etp"])
+
+    def run(self, progress: Callable[[int, int], None] | None = None) -> Screened:
+        count = len(self.space)
+        peak, heaviest, bound = np.zeros(count), np.zeros(count, dtype=np.int64), np.full(count, np.inf)
+        self.table = self._items()
+        done = 0
+        for rows, structure, paired, schedule, num_mb in self._structures():
+            categories = self.memory(rows, structure)
+            total = memory.total(categories)
+            heaviest[rows] = total.argmax(axis=1)
+            peak[rows] = total.max(axis=1)
+            bound[rows] = self._bound(rows, structure, schedule, num_mb, paired)
+            done += len(rows)
+            if progress:
+                progress(done, count)
+        return Screened(peak, heaviest, bound)
+
+    def memory(self, rows: np.ndarray, structure: memory.Structure) -> dict[str, np.ndarray]:
+        """Category -> bytes [rows, ranks]."""
+        t, v = self.table, self.value
+        items = memory.Items(**{n: t[n][rows] for n in ("dense", "expert", "saved", "logits", "transient", "buffer")})
+        policy = memory.Policy(
+            v["zero"][rows], v["reshard"][rows], np.array([GRAD_BYTES[g] for g in v["grad"][rows]]), np.array([memory.MOMENT_BYTES[o] for o in v["optimizer"][rows]]),
+            self.dense_shards[rows], self.expert_shards[rows], self.prefetch[rows], np.where(v["dispatcher"][rows] == "alltoall", 0.0, 2.0),
+        )
+        return memory.peak(items, policy, structure, self.scenario.memory.allocator_slack)
+
+    def _structures(self) -> Iterator[tuple[np.ndarray, memory.Structure, bool, str, int]]:
+        """(rows, stages and live microbatches, paired, schedule, microbatches) of every structure present."""
+        s = self.space
+        key = np.stack([s.codes["pp"], s.codes["vpp"], s.codes["schedule"], s.codes["stages"], self.rules["ep"].astype(int), s.num_microbatches], axis=1)
+        distinct, inverse = np.unique(key, axis=0, return_inverse=True)
+        order = np.argsort(inverse.ravel(), kind="stable")
+        cuts = np.searchsorted(inverse.ravel()[order], np.arange(len(distinct) + 1))
+        for i in range(len(distinct)):
+            rows = order[cuts[i]:cuts[i + 1]]
+            layout = s.layout(rows[0])
+            num_mb = int(s.num_microbatches[rows[0]])
+            yield rows, structure_of(self.model, layout, num_mb, self.items), layout.overlaps("ep"), layout.schedule, num_mb
+
+    def _items(self) -> dict[str, np.ndarray]:
+        """[rows, items] arrays of everything a fold over the stages needs."""
+        names = ["dense", "expert", "saved", "logits", "transient", "buffer"] + [f"{what}_{letter}" for what in ("path", "compute", "comm", "host") for letter in LETTERS]
+        table = {n: np.zeros((len(self.space), len(self.items))) for n in names}
+        for k, item in enumerate(self.items):
+            for part in layer_parts(item, self.model):
+                values = self._part_values(part)
+                for n, column in values.items():
+                    if n in ("transient", "buffer"):
+                        table[n][:, k] = np.maximum(table[n][:, k], column)
+                    else:
+                        table[n][:, k] += column
+        return table | self._sharding(table)
+
+    def _part_values(self, name: str) -> dict[str, np.ndarray]:
+        """One part's numbers for every row, priced once for each distinct key."""
+        fields = MOE_FIELDS if name.partition("@")[0] == "moe" else PART_FIELDS
+        columns = [self.rules["shared"].astype(int) if f == "shared" else self.space.codes[f] for f in fields]
+        sizes = [2 if f == "shared" else len(self.space.values[f]) for f in fields]
+        code = np.zeros(len(self.space), dtype=np.int64)
+        for column, size in zip(columns, sizes):
+            code = code * size + column
+        _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
+        wanted = [(self.parts.key(name, layout), layout) for layout in map(self.space.layout, first)]
+        self.parts.ensure(wanted)
+        found = [_numbers(self.parts.cache[key], name) for key, _ in wanted]
+        return {n: np.array([f[n] for f in found])[inverse.ravel()] for n in found[0]}
+
+    def _sharding(self, table) -> dict[str, np.ndarray]:
+        """Gathers, reductions and copies of one item under resharded ZeRO-3, and reductions under ZeRO-2: seconds [rows, items]."""
+        gather, reduce, copy_out, copy_in = (np.zeros_like(table["dense"]) for _ in range(4))
+        stack = self.parts.stack
+        each = np.flatnonzero(self.sharded | (self.value["zero"] == 2))
+        for k in range(len(self.items)):
+            dense, expert = table["dense"][each, k], table["expert"][each, k]
+            reduce[each, k] = self._collectives("reduce_scatter", each, dense, expert)
+            full = self.sharded[each]
+            gather[each, k] = np.where(full, self._collectives("all_gather", each, dense, expert), 0.0)
+            moved = np.where(full, dense * (self.dense_shards[each] > 1) + expert * (self.expert_shards[each] > 1), 0.0)
+            copy_out[each, k] = self._kernels("copy", stack.fsdp_copy_out_bytes * moved)
+            copy_in[each, k] = self._kernels("copy", stack.fsdp_copy_in_bytes * moved)
+        return {"gather": gather, "reduce": reduce, "copy_out": copy_out, "copy_in": copy_in}
+
+    def _collectives(self, kind: str, rows: np.ndarray, dense: np.ndarray, expert: np.ndarray) -> np.ndarray:
+        """Seconds of the dense and the expert collective of ``kind`` over each row's replicas."""
+        v = self.value
+        width = 2.0 if kind == "all_gather" else np.array([GRAD_BYTES[g] for g in v["grad"][rows]])
+        total = np.zeros(len(rows))
+        for count, size, stride in ((dense, self.dense_shards[rows], v["tp"][rows]), (expert, self.expert_shards[rows], (v["ep"] * v["etp"])[rows])):
+            total += self._priced(np.stack([np.broadcast_to(width, count.shape) * count, size, stride], axis=1), lambda b, s, g: Collective(kind, b, Group(int(s), int(g))) if b and s > 1 else None)
+        return total
+
+    def _kernels(self, kind: str, moved: np.ndarray) -> np.ndarray:
+        return self._priced(moved[:, None], lambda b: MemoryBound(kind, b) if b else None)
+
+    def _priced(self, keys: np.ndarray, make) -> np.ndarray:
+        """Seconds of ``make(*key)`` for every row of keys; None costs nothing."""
+        if not len(keys):
+            return np.zeros(0)
+        distinct, inverse = np.unique(keys, axis=0, return_inverse=True)
+        ops = [make(*map(float, row)) for row in distinct]
+        self.parts.price_ops(op for op in ops if op is not None)
+        return np.array([self.parts.prices[op][0] if op is not None else 0.0 for op in ops])[inverse.ravel()]
+
+    def _bound(self, rows, structure: memory.Structure, schedule: str, num_mb: int, paired: bool) -> np.ndarray:
+        """Lower bound of the step: the schedule played on lower bounds of its actions, and what no overlap can hide at its end."""
+        durations = self._durations(rows, structure)
+        pp = structure.num_ranks
+        orders, placement = orders_of(schedule, pp, num_mb, len(placement_of(structure)) // pp, paired)
+        return screen_structure(orders, placement, durations) + self._tail(rows, structure)
+
+    def _durations(self, rows, structure: memory.Structure) -> Durations:
+        """Seconds [rows, stages] that one action of each letter can't beat, by lane."""
+        fold = lambda name: self.table[name][rows] @ structure.contents.T  # noqa: E731
+        compute, path, comm, host = ({x: fold(f"{what}_{x}") for x in LETTERS} for what in ("compute", "path", "comm", "host"))
+        out, into, gather, reduce = fold("copy_out"), fold("copy_in"), fold("gather"), fold("reduce")
+        for x in "FBI":
+            compute[x], path[x] = compute[x] + out, path[x] + out
+        for x in "BW":
+            compute[x], path[x] = compute[x] + into, path[x] + into
+        data = {"F": gather, "B": gather, "I": gather, "W": np.zeros_like(gather)}
+        reduced = {"F": np.zeros_like(reduce), "I": np.zeros_like(reduce), "B": reduce, "W": reduce}
+        single = {x: np.maximum.reduce([path[x], host[x], data[x], reduced[x]]) for x in LETTERS}
+        lanes = {x: np.stack([compute[x], comm[x], data[x], reduced[x], host[x]]) for x in LETTERS}
+        return Durations(single, path, lanes, self._hop(rows))
+
+    def _hop(self, rows) -> np.ndarray:
+        v = self.value
+        size = v["mb"][rows] * self.scenario.workload.seq_len / (v["tp"][rows] * v["cp"][rows]) * self.model.hidden_size * 2.0
+        stride = (v["tp"] * v["cp"] * v["dp"])[rows]
+        many = v["pp"][rows] > 1
+        return self._priced(np.stack([size * many, stride * many], axis=1), lambda b, s: Collective("send_recv", b, Group(2, int(s))) if b else None)
+
+    def _tail(self, rows, structure: memory.Structure) -> np.ndarray:
+        """Seconds after the last backward that nothing hides: gradient norm and optimizer of the lightest rank, and reductions and
+        gathers that the layout does not overlap."""
+        held = structure.rank_contents().T
+        dense, expert = self.table["dense"][rows] @ held, self.table["expert"][rows] @ held
+        v, zero = self.value, self.value["zero"][rows][:, None]
+        shard = np.where(zero == 0, dense + expert, dense / self.dense_shards[rows][:, None] + expert / self.expert_shards[rows][:, None])
+        grads = np.array([GRAD_BYTES[g] for g in v["grad"][rows]])
+        traffic = np.array([OPTIMIZER_BYTES[o] for o in v["optimizer"][rows]]) + 2 * grads
+        least = shard.min(axis=1)
+        return self._kernels("optimizer", traffic * least) + self.parts.stack.end_of_step_s + self._exposed(rows, dense, expert)
+
+    def _exposed(self, rows, dense, expert) -> np.ndarray:
+        zero = self.value["zero"][rows]
+        after = ~self.sharded[rows] & (zero != 2) & ~self.rules["grad"][rows]
+        gathers = ~self.sharded[rows] & (zero > 0) & ~self.rules["param"][rows]
+        least_dense, least_expert = dense.min(axis=1), expert.min(axis=1)
+        kind = "reduce_scatter"
+        reduce = np.where(after, self._collectives(kind, rows, least_dense, least_expert), 0.0)
+        return reduce + np.where(gathers, self._collectives("all_gather", rows, least_dense, least_expert), 0.0)
+
+
+def placement_of(structure: memory.Structure) -> tuple[int, ...]:
+    return structure.placement
+
+
+def structure_of(model, layout, num_mb: int, items: tuple[str, ...]) -> memory.Structure:
+    """Stage contents and microbatches in flight of one layout."""
+    stages = pipeline.stage_contents(model, stage_layers(layout, model.num_layers))
+    contents = np.array([[dict(stage).get(item, 0) for item in items] for stage in stages], dtype=float)
+    orders, placement = orders_of(layout.schedule, layout.pp, num_mb, layout.vpp, layout.overlaps("ep"))
+    live = live_vectors(orders, placement, layout.vpp) if layout.overlaps("ep") else SCHEDULES[layout.schedule].live_vectors(layout.pp, num_mb, layout.vpp)
+    return memory.Structure(contents, placement, live)
+
+
+def item_names(model) -> tuple[str, ...]:
+    """Every item that ``pipeline.stage_contents`` can name for this model."""
+    whole = pipeline.stage_contents(model, (model.num_layers,))
+    return tuple(dict.fromkeys(name for name, _ in whole[0]))
+
+
+def _numbers(part: Part, name: str) -> dict[str, float]:
+    out = {"dense": part.dense_params, "expert": part.expert_params, "saved": part.saved, "logits": part.saved if part.key.name == "head" else 0.0,
+           "transient": part.transient, "buffer": part.buffer}
+    for what in ("path", "compute", "comm", "host"):
+        out |= {f"{what}_{letter}": getattr(part, what)[letter] for letter in LETTERS}
+    return out
+
+
+__all__ = ["PartKey", "Screen", "Screened", "item_names", "structure_of"]

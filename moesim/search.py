@@ -1,0 +1,286 @@
+"""Which layouts are best, how sure is that, and why not the others? (enumerate -> fits -> bound -> path -> engine.)
+
+Every legal layout is screened for memory and for a lower bound of its step. In the order of that bound the longest path is
+worked out until nothing unseen can beat what is known, or the budget is used; the best of those are played in the engine, which
+alone decides the order. What was not played is bounded, so that the plan can say how much better it could possibly be.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from typing import Any, Callable, Iterator
+
+import numpy as np
+
+from moesim import engine, paths, whynot
+from moesim.evaluate import Evaluator, as_pinned, routing_name
+from moesim.layout import Layout
+from moesim.ops import OP_KINDS
+from moesim.parts import kind_of
+from moesim.plan import Candidate, Cost, Plan, Rejection
+from moesim.screen import Screen, Screened
+from moesim.space import Space, enumerate_layouts
+from moesim.timeline import Timeline
+
+Progress = Callable[[str, int, int], None]
+PATH_BUDGET = 600
+"""Layouts whose longest path is worked out at most."""
+PATH_BATCH = 60
+ENGINE_BUDGET = 24
+"""Layouts played at most."""
+ENGINE_BATCH = 4
+_state: dict[str, Any] = {}
+
+
+def plan(scenario, *, top: int = 10, profile=None, anchors=None, pin: str | None = None, measured: float | None = None, progress: Progress | None = None,
+         workers: int | None = None) -> Plan:
+    """Ranked, explained layouts of a scenario. ValueError (one line) on a bad layout, profile or anchor file."""
+    started = time.monotonic()
+    tell = progress or (lambda stage, done, total: None)
+    evaluator = _evaluator(scenario, profile, anchors)
+    pinned = evaluator.legal(pin) if pin else None
+    space = enumerate_layouts(scenario, evaluator.stack.default_layout)
+    if not len(space):
+        return _nothing_legal(scenario, evaluator, space, started)
+    screened = Screen(scenario, evaluator.parts, space).run(lambda done, total: tell("screening", done, total))
+    fits = screened.peak_bytes <= evaluator.budget_bytes
+    with _pool(evaluator, workers) as pool:
+        found = _narrow(evaluator, space, screened, fits, pool, tell)
+        candidates = _describe(evaluator, found, top, pinned, pool, tell)
+    return _assemble(scenario, evaluator, space, screened, fits, found, candidates, measured, started)
+
+
+def simulate(scenario, layout_text: str | None = None, *, profile=None, anchors=None, want_timeline: bool = True) -> tuple[Candidate, Timeline]:
+    """One layout (the scenario's own unless given) in the engine. ValueError where it is illegal."""
+    text = layout_text or scenario.layout
+    if text is None:
+        raise ValueError(f"scenario {scenario.name!r} has no layout of its own: give one")
+    evaluator = _evaluator(scenario, profile, anchors)
+    layout = evaluator.legal(text)
+    program = evaluator.program(layout)
+    timeline = engine.run(program)
+    return evaluator.candidate(layout, timeline, program), timeline
+
+
+def list_ops(scenario, layout_text: str | None = None, *, top: int = 5) -> Iterator[dict[str, Any]]:
+    """Every distinct op that a layout's step (or the steps of the ``top`` layouts by bound) is made of, with how often it runs
+    in one microbatch of its part and what the profile says: JSON-ready dicts, most expensive first."""
+    evaluator = Evaluator(scenario)
+    if layout_text or scenario.layout:
+        layouts = [evaluator.legal(layout_text or scenario.layout)]
+    else:
+        space = enumerate_layouts(scenario, evaluator.stack.default_layout)
+        screened = Screen(scenario, evaluator.parts, space).run()
+        best = np.argsort(np.where(screened.peak_bytes <= evaluator.budget_bytes, screened.bound_s, np.inf), kind="stable")[:top]
+        layouts = [space.layout(int(row)) for row in best]
+        evaluator = Evaluator(scenario)
+    for layout in layouts:
+        evaluator.program(layout)
+    priced = sorted(evaluator.parts.prices.items(), key=lambda item: -item[1][0])
+    for op, (seconds, _, _, sms, term, provenance) in priced:
+        yield {**op_dict(op), "kind": kind_of(op), "predicted_s": seconds, "term": term, "provenance": provenance, "sms": sms}
+
+
+def op_dict(op) -> dict[str, Any]:
+    """An op as plain data: its class under "op", then its fields (a group as [size, stride])."""
+    fields = {name: getattr(op, name) for name in op.__slots__}
+    if "group" in fields:
+        fields["group"] = [fields["group"].size, fields["group"].stride]
+    name = type(op).__name__
+    assert name in OP_KINDS
+    return {"op": name, **fields}
+
+
+def _evaluator(scenario, profile, anchors) -> Evaluator:
+    if anchors is None:
+        return Evaluator(scenario, profile)
+    from moesim.anchored import anchored_evaluator
+
+    return anchored_evaluator(scenario, profile, anchors)
+
+
+class _Found:
+    """Rows with a longest path, rows played, by row number of the space (-1: the user's own layout)."""
+
+    def __init__(self) -> None:
+        self.path: dict[int, float] = {}
+        self.engine: dict[int, float] = {}
+        self.gap: float | None = None
+        self.num_bounded = 0
+        self.space: Space | None = None
+
+
+class _pool:
+    """Workers that inherit the priced parts by fork; none where fork is missing or one process is enough."""
+
+    def __init__(self, evaluator: Evaluator, workers: int | None):
+        self.evaluator = evaluator
+        self.workers = min(8, os.cpu_count() or 1) if workers is None else workers
+        self.executor: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> "_pool":
+        _state["evaluator"] = self.evaluator
+        return self
+
+    def map(self, function, items: list) -> list:
+        if self.workers < 2 or len(items) < 2 or "fork" not in multiprocessing.get_all_start_methods():
+            return [function(item) for item in items]
+        if self.executor is None:
+            self.executor = ProcessPoolExecutor(self.workers, mp_context=multiprocessing.get_context("fork"))
+        return list(self.executor.map(function, items))
+
+    def __exit__(self, *_) -> None:
+        if self.executor is not None:
+            self.executor.shutdown(cancel_futures=True)
+        _state.clear()
+
+
+def _paths(layouts: list[Layout]) -> list[float]:
+    evaluator = _state["evaluator"]
+    return [float(s) for s in paths.step_seconds([evaluator.program(layout) for layout in layouts])]
+
+
+def _engine(layout: Layout) -> float:
+    return engine.run(_state["evaluator"].program(layout), spans=False).makespan
+
+
+def _candidate(job: tuple[Layout, bool]) -> tuple[Candidate, list[dict[str, Any]]]:
+    layout, want_spans = job
+    evaluator = _state["evaluator"]
+    program = evaluator.program(layout)
+    timeline = engine.run(program)
+    return evaluator.candidate(layout, timeline, program), _spans(timeline) if want_spans else []
+
+
+def _narrow(evaluator: Evaluator, space: Space, screened: Screened, fits: np.ndarray, pool: _pool, tell: Progress) -> _Found:
+    found = _Found()
+    found.space = space
+    order = np.flatnonzero(fits)[np.argsort(screened.bound_s[fits], kind="stable")]
+    found.num_bounded = len(order)
+    _walk_paths(found, space, screened, order, pool, tell)
+    _walk_engine(found, space, pool, tell)
+    found.gap = _gap(found, screened, order)
+    return found
+
+
+def _walk_paths(found: _Found, space: Space, screened: Screened, order: np.ndarray, pool: _pool, tell: Progress) -> None:
+    """Longest paths in the order of the bound, until the next bound is above the best paths known."""
+    budget = min(PATH_BUDGET, len(order))
+    for start in range(0, budget, PATH_BATCH * max(1, pool.workers)):
+        rows = order[start:min(budget, start + PATH_BATCH * max(1, pool.workers))]
+        kept = sorted(found.path.values())[:ENGINE_BUDGET]
+        if len(kept) == ENGINE_BUDGET and screened.bound_s[rows[0]] > kept[-1]:
+            break
+        chunks = [part for part in np.array_split(rows, max(1, pool.workers)) if len(part)]
+        for part, seconds in zip(chunks, pool.map(_paths, [[space.layout(int(r)) for r in part] for part in chunks])):
+            found.path.update(zip(map(int, part), seconds))
+        tell("longest paths", len(found.path), budget)
+
+
+def _walk_engine(found: _Found, space: Space, pool: _pool, tell: Progress) -> None:
+    """Plays in the order of the path, until no path left is below the best step played."""
+    order = sorted(found.path, key=found.path.get)
+    budget = min(ENGINE_BUDGET, len(order))
+    for start in range(0, budget, ENGINE_BATCH):
+        rows = order[start:min(budget, start + ENGINE_BATCH)]
+        found.engine.update(zip(rows, pool.map(_engine, [space.layout(r) for r in rows])))
+        tell("playing", len(found.engine), budget)
+
+
+def _gap(found: _Found, screened: Screened, order: np.ndarray) -> float | None:
+    if not found.engine:
+        return None
+    best = min(found.engine.values())
+    unplayed = [found.path.get(int(r), screened.bound_s[r]) for r in order if int(r) not in found.engine]
+    return best / min(unplayed) - 1.0 if unplayed else 0.0
+
+
+def _describe(evaluator: Evaluator, found: _Found, top: int, pinned: Layout | None, pool: _pool, tell: Progress) -> tuple[list[Candidate], list[dict[str, Any]]]:
+    rows = sorted(found.engine, key=found.engine.get)[:top]
+    layouts = [found.space.layout(r) for r in rows]
+    if pinned is not None and pinned not in layouts:
+        layouts.append(pinned)
+    tell("describing", 0, len(layouts))
+    results = pool.map(_candidate, [(layout, i == 0) for i, layout in enumerate(layouts)])
+    tell("describing", len(layouts), len(layouts))
+    described = [as_pinned(c) if pinned is not None and c.layout == str(pinned) else c for c, _ in results]
+    ranked = sorted(described, key=lambda c: (not c.fits, c.step_s))
+    return _mark_ties(ranked), results[0][1] if results else []
+
+
+def _mark_ties(ranked: list[Candidate]) -> list[Candidate]:
+    """Candidates that the model can't tell from the best: their difference is inside the part of the error they do not share."""
+    if not ranked:
+        return []
+    best = ranked[0]
+    out = [best]
+    for c in ranked[1:]:
+        width = np.hypot(np.log(best.high / best.low), np.log(c.high / c.low)) / 2
+        # Errors of two layouts of one site are strongly correlated; half of the variance is taken as shared.
+        out.append(replace(c, tied=bool(c.fits and np.log(c.step_s / best.step_s) < width * np.sqrt(0.5))))
+    return out
+
+
+def _assemble(scenario, evaluator, space, screened, fits, found, described, measured, started) -> Plan:
+    candidates, spans = described
+    winner = candidates[0] if candidates and candidates[0].fits else None
+    rejections = whynot.explain(evaluator, space, screened, fits, found, winner)
+    return Plan(
+        scenario=_scenario(scenario), profile=_profile(evaluator), num_layouts=len(space), num_fit=int(fits.sum()), num_bounded=found.num_bounded,
+        num_path=len(found.path), num_played=len(found.engine), gap=found.gap, elapsed_s=time.monotonic() - started, candidates=tuple(candidates),
+        rejections=tuple(rejections), cost=_cost(scenario), memory_rule=_memory_rule(scenario), warnings=_warnings(scenario, evaluator),
+        measured=whynot.compare_measured(evaluator, candidates, measured), timeline=tuple(spans),
+    )
+
+
+def _nothing_legal(scenario, evaluator, space, started) -> Plan:
+    rejections = [Rejection("not legal", count, reason, "", "") for reason, count in space.dropped.items()]
+    return Plan(
+        scenario=_scenario(scenario), profile=_profile(evaluator), num_layouts=0, num_fit=0, num_bounded=0, num_path=0, num_played=0, gap=None,
+        elapsed_s=time.monotonic() - started, candidates=(), rejections=tuple(rejections), cost=_cost(scenario), memory_rule=_memory_rule(scenario),
+    )
+
+
+def _scenario(s) -> dict[str, Any]:
+    return {
+        "name": s.name, "hash": s.hash, "model": s.model.name, "cluster": s.cluster.name, "num_nodes": s.cluster.num_nodes, "num_gpus": s.cluster.num_gpus,
+        "gpu": s.cluster.gpu.name, "hbm_bytes": s.cluster.gpu.hbm_bytes, "stack": s.stack, "seq_len": s.workload.seq_len,
+        "global_batch_tokens": s.workload.global_batch_tokens, "num_params": s.model.num_params, "num_active_params": s.model.num_active_params,
+        "routing": routing_name(s.workload.routing), "skew": routing_name(s.workload.skew),
+    }
+
+
+def _profile(evaluator: Evaluator) -> dict[str, Any]:
+    p = evaluator.profile
+    return {"name": p.name, "gpu": p.gpu, "parent": p.parent, "anchored": getattr(evaluator, "anchored", False), "model_error": evaluator.model_error.source}
+
+
+def _cost(s) -> Cost:
+    price = s.cluster.price
+    source = ""
+    if price is not None:
+        source = s.cluster.sources.get("usd_per_gpu_hour", "") if s.cluster.usd_per_gpu_hour is not None else s.cluster.gpu.usd_per_hour.source
+    return Cost(price, source, s.workload.tokens)
+
+
+def _memory_rule(s) -> str:
+    gib = 2.0**30
+    return (f"fits = peak x (1 + {s.memory.margin:g} margin) + {s.runtime_reserve_bytes / gib:.1f} GiB runtime reserve <= {s.cluster.gpu.hbm_bytes / gib:.1f} GiB HBM; "
+            f"allocator slack {s.memory.allocator_slack:g} of moving bytes; routing {routing_name(s.workload.routing)}, skew beside it {routing_name(s.workload.skew)}")
+
+
+def _warnings(s, evaluator: Evaluator) -> tuple[str, ...]:
+    out = []
+    if evaluator.profile.parent:
+        out.append(f"profile {evaluator.profile.name} has terms scaled from {evaluator.profile.parent}; they are labelled extrapolated")
+    if s.workload.routing.kind == "balanced":
+        out.append("speeds assume balanced routing; the skew column shows the stated skew")
+    return tuple(out)
+
+
+def _spans(timeline: Timeline) -> list[dict[str, Any]]:
+    return [{"rank": s.rank, "stream": s.stream, "name": s.name, "kind": s.kind, "entry": s.entry, "start": s.start, "end": s.end} for s in timeline.spans]
