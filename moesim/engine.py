@@ -244,7 +244,8 @@ class _Rank:
         self.num_sent = [0, 0]
         self.num_coupled = 0
         self.num_awaited = 0
-        self.wake_at = 0.0
+        self.woken_at = 0.0
+        self.wakes_next = _NEVER
         self.last_end = 0.0
         for lane in range(NUM_LANES):
             self._advance(lane)
@@ -383,8 +384,8 @@ class _Rank:
                 continue
             if time == _NEVER:
                 return
-            if (self.num_awaited or self.num_coupled) and time > self.wake_at and time > self.world.env.now:
-                self.world.at(time, lambda: self._wake(time))
+            if (self.num_awaited or self.num_coupled) and time > self.woken_at and time > self.world.env.now:
+                self._sleep(time)
                 return
             lane = due.index(time)
             if state[lane] != _BUSY:
@@ -394,8 +395,16 @@ class _Rank:
             else:
                 self.finish(lane, time)
 
+    def _sleep(self, time: float) -> None:
+        """Goes on when the clock reaches `time`, unless it is to go on earlier anyway."""
+        if time < self.wakes_next:
+            self.wakes_next = time
+            self.world.at(time, lambda: self._wake(time))
+
     def _wake(self, time: float) -> None:
-        self.wake_at = max(self.wake_at, time)
+        if time == self.wakes_next:
+            self.wakes_next = _NEVER
+        self.woken_at = max(self.woken_at, time)
         self.go()
 
     def _start(self, lane: int, time: float) -> None:
