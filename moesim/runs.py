@@ -84,7 +84,7 @@ class Run:
 
     def scenario(self) -> Scenario:
         """The same question in the planner's terms."""
-        return Scenario(name=self.id, model=self.model, cluster=self.cluster, workload=self.workload, layout=str(self.layout))
+        return Scenario(name=self.id, model=self.model, cluster=self.cluster, workload=self.workload, layout=str(self.layout), stack=self.stack.name)
 
 
 @dataclass(frozen=True)
