@@ -1,0 +1,102 @@
+"""Does every stack say what it does, with a source beside each value?"""
+
+import re
+
+import pytest
+from pydantic import ValidationError
+
+from moesim.layout import Layout
+from moesim.load import read_yaml, scenarios_dir
+from moesim.runs import STACKS
+from moesim.stack import Stack, load_stack, stack_names
+
+REQUIRED = {"megatron_core", "megatron_bridge", "nemo", "nemo_automodel", "torchtitan", "olmo_core3_ddp", "olmo_core_fsdp", "megatron_deepspeed",
+            "llm_foundry", "internevo", "simumax", "moetrain", "generic"}
+MINIMAL = {"name": "x", "description": "x", "launches_attention": 1, "launches_dense_ffn": 1, "launches_moe": 1, "launches_head": 1,
+           "host_waits": {"alltoall": 1, "sync_free": 0, "dedup": 0}, "permute_passes": {"alltoall": 4, "sync_free": 2, "dedup": 2}}
+GIVEN = sorted(set(MINIMAL) - {"name", "description"})
+
+
+def stack(**changes):
+    values = {**MINIMAL, **changes}
+    return Stack(**{**values, "sources": values.get("sources", {k: "counted" for k in values if k not in ("name", "description", "sources", "provenance")})})
+
+
+def test_the_frameworks_of_the_published_runs_ship():
+    assert REQUIRED <= set(stack_names())
+    assert {name for _, name in STACKS} <= set(stack_names())
+
+
+@pytest.mark.parametrize("name", stack_names())
+def test_every_value_has_a_source(name):
+    loaded = load_stack(name)
+    assert loaded.name == name
+    given = loaded.model_fields_set - {"name", "description", "sources", "provenance"}
+    assert set(loaded.sources) == given and set(loaded.provenance) <= given
+    assert all(len(text) >= 4 for text in loaded.sources.values())
+
+
+@pytest.mark.parametrize("name", stack_names())
+def test_documented_values_cite_an_address_or_a_named_interface(name):
+    loaded = load_stack(name)
+    for field, kind in loaded.provenance.items():
+        if kind == "measured":
+            assert "http" in loaded.sources[field], field
+    assert any("http" in text for text in loaded.sources.values())
+
+
+@pytest.mark.parametrize("name", stack_names())
+def test_defaults_are_a_layout(name):
+    loaded = load_stack(name)
+    layout = loaded.default_layout
+    assert isinstance(layout, Layout) and layout.world == 1
+    assert loaded.grad_reduce_overlap == ("grad" in layout.overlap)
+    assert loaded.param_gather_overlap == ("param" in layout.overlap)
+    assert not (layout.zero == 3 and loaded.param_gather_overlap)
+
+
+@pytest.mark.parametrize("name", stack_names())
+def test_graphs_never_raise_launches(name):
+    coverage = load_stack(name).graph_coverage
+    assert coverage["none"] == 0 <= coverage["layer"] <= coverage["full"] == 1
+
+
+def test_the_two_olmo_stacks_differ_where_their_authors_say():
+    new, old = load_stack("olmo_core3_ddp"), load_stack("olmo_core_fsdp")
+    assert (new.waits("sync_free", 8), old.waits("alltoall", 1)) == (0, 2)
+    assert new.permutes("sync_free", 8) == 0 < new.permutes("alltoall", 8)
+    assert (new.default_layout.zero, old.default_layout.zero) == (1, 3) and old.fsdp_prefetch == 0
+    assert (new.grouped_gemm, old.grouped_gemm) == ("grouped", "loop")
+
+
+def test_inheritance_replaces_values_and_their_labels():
+    base, child = load_stack("megatron_core"), load_stack("megatron_lm_2021")
+    own = read_yaml(scenarios_dir() / "stacks" / "megatron_lm_2021.yaml").data
+    for field in own["sources"]:
+        assert child.sources[field] == own["sources"][field]
+    for field in set(base.sources) - set(own["sources"]):
+        assert getattr(child, field) == getattr(base, field) and child.sources[field] == base.sources[field]
+    assert "defaults" not in load_stack("megatron_deepspeed").provenance  # the parent's label does not cover the child's value
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"launches_attention": -1}, "launches_attention"),
+    ({"launches_moe": float("nan")}, "launches_moe"),
+    ({"backward_launch_ratio": 0}, "backward_launch_ratio"),
+    ({"host_waits": {"alltoall": 1}}, "host_waits lacks dedup, sync_free"),
+    ({"graph_coverage": {"none": 0, "full": 1}}, "graph_coverage needs"),
+    ({"defaults": {"tp": 4}}, "defaults.tp"),
+    ({"defaults": {"zeero": 1}}, "defaults.zeero"),
+    ({"sources": {}}, "sources lacks"),
+    ({"sources": {k: "counted" for k in [*GIVEN, "launches_cp"]}}, "names launches_cp, which is not given"),
+    ({"launches_atention": 3}, "launches_atention"),
+])
+def test_bad_stacks_are_refused(changes, words):
+    with pytest.raises(ValidationError, match=re.escape(words)):
+        stack(**changes)
+
+
+def test_an_unknown_name_is_one_line_with_the_nearest():
+    with pytest.raises(ValueError, match="nearest 'megatron_core'") as caught:
+        load_stack("megatron_cor")
+    assert "\n" not in str(caught.value)
