@@ -1,0 +1,294 @@
+"""Which chains of work can decide how long a schedule takes? (Paths of its graph, as sums over stage times.)
+
+A path through the order graph is a sum of stage times with whole-number weights, and the step is no shorter than any path. So a
+structure (schedule, ranks, chunks) is examined once: it is played with a few dozen sets of stage times, the critical path of
+each is traced back, and the distinct ones are kept as rows of weights. A bound for any number of layouts is then a matrix
+product and a maximum; each row is a real path, so the bound holds whatever the times are, and is exact where the critical
+path is among the rows.
+
+Number of microbatches: orders of a schedule repeat in the steady state, so a path that crosses it on some rank stays a path when
+m grows if it lingers there for one more period of that rank's work; `grow` holds those periods. Where an order doesn't repeat,
+the structure is examined at the number of microbatches asked for.
+
+Columns of a row: hold of (letter, stage), reach of (letter, stage), transfer forward, transfer backward, pairs. "hold" is how long
+an action keeps the compute stream, "reach" how long until its output; a pair holds the stream for its own time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from moesim.program import SEND_NEXT
+from moesim.schedules import LETTERS, Action, Pair, Schedule
+from moesim.wiring import Wiring, actions, wire
+
+PairKind = tuple[tuple[str, int], tuple[str, int]]
+_SEED = 20_240_601  # of the stage times that are tried; any will do
+_NUM_RANDOM = 20
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where each stage time stands in a row: see the file's docstring. pairs[i] = ((letter, stage), (letter, stage))."""
+
+    num_stages: int
+    pairs: tuple[PairKind, ...]
+
+    def hold(self, action: Action) -> int:
+        return LETTERS.index(action.letter) * self.num_stages + action.stage
+
+    def reach(self, action: Action) -> int:
+        return self.hold(action) + len(LETTERS) * self.num_stages
+
+    @property
+    def transfer(self) -> int:
+        return 2 * len(LETTERS) * self.num_stages
+
+    def pair(self, pair: Pair) -> int:
+        return self.transfer + 2 + self.pairs.index(pair_kind(pair))
+
+    def __len__(self) -> int:
+        return self.transfer + 2 + len(self.pairs)
+
+
+@dataclass(frozen=True)
+class CriticalPaths:
+    """rows [P, columns] at num_microbatches; grow [G, columns]: what one more period (`period` microbatches) may add, a period
+    of one rank's work each; lingers [P, G]: whether row p stays a path with it put in. period = 0: it can't grow, G = 0."""
+
+    columns: Columns
+    num_microbatches: int
+    rows: np.ndarray
+    period: int
+    grow: np.ndarray
+    lingers: np.ndarray
+
+
+def pair_kind(pair: Pair) -> PairKind:
+    return (pair.first.letter, pair.first.stage), (pair.second.letter, pair.second.stage)
+
+
+def critical_paths(schedule: Schedule, pp: int, num_microbatches: int, num_chunks: int) -> CriticalPaths:
+    """Paths that bound a step of this structure; those of fewer microbatches where they can grow. ValueError if not legal."""
+    if reason := schedule.legal(pp, num_microbatches, num_chunks):
+        raise ValueError(reason)
+    if num_chunks == 1 and schedule.orders(pp, 2, 1) == _phases(pp, 2):
+        return _phase_paths(pp, num_microbatches)
+    for period in dict.fromkeys((1, 2, pp, 2 * pp)):
+        fewer = 3 * pp + 2 + (num_microbatches - 3 * pp - 2) % period  # comes to the steady state and leaves it on every rank
+        legal = all(schedule.legal(pp, m, num_chunks) is None for m in (fewer, fewer + period))
+        if fewer <= num_microbatches and legal and (found := _examine(schedule, pp, fewer, num_chunks, period)).period:
+            return found
+    return _examine(schedule, pp, num_microbatches, num_chunks, 0)
+
+
+@lru_cache(maxsize=1024)
+def _examine(schedule: Schedule, pp: int, num_microbatches: int, num_chunks: int, period: int) -> CriticalPaths:
+    orders = schedule.orders(pp, num_microbatches, num_chunks)
+    graph = _Graph(orders, schedule.placement(pp, num_chunks))
+    traces = list({trace.key: trace for trace in graph.critical(_tries(graph.columns, graph.placement))}.values())
+    if period and (grown := _repeats(orders, schedule.orders(pp, num_microbatches + period, num_chunks), period)):
+        lingers = [trace.lingers(graph.wires, grown) for trace in traces]
+        grow = [graph.work(grown.orders[r], at, size) for r, (at, size) in enumerate(zip(grown.shared, grown.added))]
+        return _critical_paths(graph, num_microbatches, [t for t, may in zip(traces, lingers) if may.any()], period, grow, [m for m in lingers if m.any()])
+    return _critical_paths(graph, num_microbatches, traces, 0, [], [])
+
+
+def paths_of(orders, placement: tuple[int, ...]) -> CriticalPaths:
+    """Paths of given orders, at their own number of microbatches."""
+    graph = _Graph(orders, placement)
+    traces = {trace.key: trace for trace in graph.critical(_tries(graph.columns, placement))}
+    return _critical_paths(graph, 0, list(traces.values()), 0, [], [])
+
+
+def _critical_paths(graph: _Graph, num_microbatches: int, traces: list[_Trace], period: int, grow: list, lingers: list) -> CriticalPaths:
+    if period and not traces:
+        return _critical_paths(graph, num_microbatches, [], 0, [], [])
+    rows = np.array([trace.row for trace in traces]).reshape(len(traces), len(graph.columns))
+    return CriticalPaths(
+        graph.columns,
+        num_microbatches,
+        rows,
+        period,
+        np.array(grow).reshape(len(grow), len(graph.columns)),
+        np.array(lingers, dtype=bool).reshape(len(traces), len(grow)),
+    )
+
+
+def _phases(pp: int, num_microbatches: int) -> tuple:
+    """Orders that run all forwards, then all backwards (GPipe): no steady state in which both alternate."""
+    return tuple(tuple(Action(r, letter, m) for letter in "FB" for m in range(num_microbatches)) for r in range(pp))
+
+
+def _phase_paths(pp: int, num_microbatches: int) -> CriticalPaths:
+    """One microbatch goes down and up; each further one adds the forward of one rank and the backward of one rank."""
+    columns = Columns(pp, ())
+    row = np.zeros((1, len(columns)))
+    for r in range(pp):
+        row[0, columns.hold(Action(r, "B", 0)) if r == 0 else columns.reach(Action(r, "B", 0))] = 1.0
+        row[0, columns.reach(Action(r, "F", 0))] = 1.0
+    row[0, columns.transfer : columns.transfer + 2] = pp - 1
+    grow = np.zeros((pp * pp, len(columns)))
+    for i in range(pp * pp):
+        grow[i, columns.hold(Action(i // pp, "F", 0))] = grow[i, columns.hold(Action(i % pp, "B", 0))] = 1.0
+    return CriticalPaths(columns, 1, row, 1, grow, np.ones((1, pp * pp), bool))
+
+
+def _tries(columns: Columns, placement: tuple[int, ...]) -> np.ndarray:
+    """Stage times to play with, [columns, tries]: even stages, one rank heavier than the others, ends heavier, and random ones;
+    backward / forward and transfers as they come in training (B about 2 F, I and W about F each, transfers small)."""
+    rng = np.random.default_rng(_SEED)
+    num_ranks, rank_of = max(placement) + 1, np.array(placement)
+    scale = [np.ones(len(placement))] * 2
+    scale += [1.0 + amount * (rank_of == rank) for rank in range(num_ranks) for amount in (0.15, 1.0)]
+    scale += [np.where(np.arange(len(placement)) == stage, 1.6, 1.0) for stage in (0, len(placement) - 1)]
+    scale += list(np.exp(rng.normal(0.0, 0.12, (_NUM_RANDOM, len(placement)))))
+    times = np.empty((len(columns), len(scale)))
+    for i, stages in enumerate(scale):
+        by_letter = np.array([1.0, rng.uniform(1.8, 2.2), rng.uniform(0.9, 1.2), rng.uniform(0.7, 1.1)])
+        times[: columns.transfer, i] = np.tile((by_letter[:, None] * stages).ravel(), 2)
+        times[columns.transfer : columns.transfer + 2, i] = 0.0 if i == 0 else rng.uniform(0.0, 0.2)
+        overlap = rng.uniform(0.6, 1.0)
+        for p, pair in enumerate(columns.pairs):
+            alone = [by_letter[LETTERS.index(letter)] * stages[stage] for letter, stage in pair]
+            times[columns.transfer + 2 + p, i] = max(max(alone), overlap * sum(alone))
+    return times
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """A path: its row of weights and the entries it visits, first to last."""
+
+    row: np.ndarray
+    entries: tuple[int, ...]
+
+    @property
+    def key(self) -> bytes:
+        return self.row.tobytes()
+
+    def lingers(self, wires: Wiring, grown: _Grown) -> np.ndarray:
+        """[ranks] Whether the path may stay one more period on a rank: it visits an entry there that both orders share from
+        the start and (shifted by the period) to the end, after entries shared from the start, before entries shared to the end."""
+        places = [(wires.rank[e], e - wires.first[wires.rank[e]]) for e in self.entries]
+        from_start = [at < grown.shared[r] for r, at in places]
+        to_end = [at >= grown.kept_from[r] for r, at in places]
+        first = next(i for i in range(len(to_end)) if all(to_end[i:])) if to_end[-1] else len(to_end)
+        may = np.zeros(len(grown.shared), bool)
+        for (r, _), shared, i in zip(places, from_start, range(len(places))):
+            if not shared:
+                break
+            may[r] |= i >= first
+        return may
+
+
+class _Graph:
+    """The order graph of a structure, to be played with many sets of stage times at once."""
+
+    def __init__(self, orders, placement: tuple[int, ...]) -> None:
+        self.wires, self.placement = wire(orders, placement), placement
+        self.flat = [actions(entry) for order in orders for entry in order]
+        pairs = dict.fromkeys(pair_kind(entry) for order in orders for entry in order if isinstance(entry, Pair))
+        self.columns = Columns(len(placement), tuple(pairs))
+        self.whole = [self.columns.pair(Pair(*acts)) if len(acts) == 2 else self.columns.hold(acts[0]) for acts in self.flat]
+
+    def critical(self, times: np.ndarray) -> Iterator[_Trace]:
+        """The critical path of each set of stage times [columns, tries]."""
+        freed, delivered = self._play(times)
+        ends = [end - 1 for end in (*self.wires.first[1:], self.wires.num_entries)]
+        for i, last in enumerate(np.argmax(freed[ends], axis=0)):
+            yield self._trace(ends[last], freed[:, i].tolist(), delivered[:, i].tolist(), times[:, i].tolist())
+
+    def _play(self, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """When each entry frees the compute stream [entries + 1, tries] and each slot is delivered [slots + 1, tries]."""
+        wires = self.wires
+        freed = np.zeros((wires.num_entries + 1, times.shape[1]))
+        delivered = np.zeros((2 * wires.num_entries + 1, times.shape[1]))
+        opening = frozenset(wires.first)
+        before = np.array([-1 if e in opening else e - 1 for e in range(wires.num_entries)])
+        source, stream = np.array(wires.source), np.array(wires.stream).reshape(-1, 2)
+        whole = np.array(self.whole)
+        hold = np.array([[self.columns.hold(acts[min(j, len(acts) - 1)]) for j in (0, 1)] for acts in self.flat])
+        reach = hold + self.columns.reach(Action(0, "F", 0))
+        padded = np.vstack([times, np.zeros(times.shape[1])])
+        travel = np.where(stream >= 0, self.columns.transfer + stream - SEND_NEXT, len(times))
+        for level in map(list, wires.levels):
+            start = freed[before[level]]
+            end = start + times[whole[level]]
+            for j in (0, 1):
+                arrival = delivered[source[level, j]]
+                np.maximum(end, arrival + times[hold[level, j]], out=end)
+                out = np.maximum(start, arrival) + times[reach[level, j]] + padded[travel[level, j]]
+                delivered[2 * np.array(level) + j] = out
+            freed[level] = end
+        return freed, delivered
+
+    def _trace(self, e: int, freed: list[float], delivered: list[float], times: list[float]) -> _Trace:
+        """Walks back from the end of entry e. `slot` = the delivery to explain, or -1: the stream getting free."""
+        row, visited, slot = [0] * len(self.columns), [], -1
+        while e >= 0:
+            visited.append(e)
+            acts, sources = self.flat[e], self.wires.source[e]
+            before = -1 if e == self.wires.first[self.wires.rank[e]] else e - 1
+            start = freed[before] if before >= 0 else 0.0
+            if slot >= 0:
+                action, source = acts[slot & 1], sources[slot & 1]
+                row[self.columns.reach(action)] += 1
+                if self.wires.stream[slot] >= 0:
+                    row[self.columns.transfer + self.wires.stream[slot] - SEND_NEXT] += 1
+                by_input = source >= 0 and delivered[source] > start
+            else:
+                ends = [delivered[s] + times[self.columns.hold(a)] if s >= 0 else -1.0 for a, s in zip(acts, sources)]
+                j = ends.index(max(ends))
+                by_input, source = ends[j] > start + times[self.whole[e]], sources[j]
+                row[self.columns.hold(acts[j]) if by_input else self.whole[e]] += 1
+            e, slot = (source >> 1, source) if by_input else (before, -1)
+        return _Trace(np.array(row, dtype=float), tuple(reversed(visited)))
+
+    def work(self, order, at: int, size: int) -> np.ndarray:
+        """Weights of `size` entries of an order from position `at` on."""
+        row = np.zeros(len(self.columns))
+        for entry in order[at : at + size]:
+            row[self.columns.pair(entry) if isinstance(entry, Pair) else self.columns.hold(entry)] += 1.0
+        return row
+
+
+@dataclass(frozen=True)
+class _Grown:
+    """Orders with one more period beside those without: by rank, the first `shared` entries are the same, and those from
+    `kept_from` on are the same with later microbatches; `added` = entries of one period, put in between."""
+
+    orders: tuple
+    shared: list[int]
+    kept_from: list[int]
+    added: list[int]
+
+
+def _repeats(orders, longer, period: int) -> _Grown | None:
+    """None where the longer orders are not the shorter ones with a period put in, on some rank."""
+    shared = [_num_equal(a, b) for a, b in zip(orders, longer)]
+    kept = [_num_equal(_shift(reversed(a), period), reversed(b)) for a, b in zip(orders, longer)]
+    kept_from = [len(order) - num for order, num in zip(orders, kept)]
+    if any(at <= start for at, start in zip(shared, kept_from)):
+        return None
+    return _Grown(longer, shared, kept_from, [len(b) - len(a) for a, b in zip(orders, longer)])
+
+
+def _num_equal(a, b) -> int:
+    num = 0
+    for x, y in zip(a, b):
+        if x != y:
+            break
+        num += 1
+    return num
+
+
+def _shift(order, period: int) -> Iterator:
+    for entry in order:
+        if isinstance(entry, Pair):
+            yield Pair(*(action._replace(microbatch=action.microbatch + period) for action in entry))
+        else:
+            yield entry._replace(microbatch=entry.microbatch + period)
