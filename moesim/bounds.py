@@ -1,20 +1,20 @@
 """How short can a step be at best? (A lower bound, as matrix products over stage times for any number of layouts at once.)
 
-`screen` takes the critical paths of a structure (`moesim.critical`) and the stage times of L layouts. Each path is a sum of
-stage times, so T >= max over paths; between its first and last visit to a rank a path lingers there for whatever further
-microbatches there are, which makes it T >= head + microbatches x work + tail with heads and tails that a schedule really has.
-`step_bound` reads stage times from the bodies of one program and adds what prologue, epilogue and each clock alone demand.
+`screen_structure` takes the critical paths of a structure (`moesim.critical`) and the stage times of L layouts. Each path is a
+sum of stage times, so T >= max over paths; between its first and last visit to a rank a path lingers there for whatever
+further microbatches there are, which makes it T >= head + microbatches x work + tail with heads and tails that the schedule
+really has. `step_bound` reads stage times from the bodies of one program and adds what prologue and epilogue demand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from dataclasses import dataclass
 
 import numpy as np
 
-from moesim.critical import Columns, CriticalPaths, paths_of
-from moesim.maxplus import HOST, IN, NEVER, OUT, Board, costs_of, reduce, shape
+from moesim.critical import Columns, CriticalPaths, PairKind, Structure, critical_paths, paths_of
+from moesim.maxplus import IN, NEVER, OUT, Board, costs_of, reduce
 from moesim.program import COMPUTE, Program
 from moesim.schedules import LETTERS
 from moesim.wiring import Wiring, actions, check
@@ -24,77 +24,83 @@ _NO_PATH = -1e30  # stands for -inf where it is multiplied by a weight of 0
 _BLOCK = 8192
 
 
-def stage_times(
-    columns: Columns,
-    seconds: Mapping[str, np.ndarray],
-    *,
-    reach: Mapping[str, np.ndarray] | None = None,
-    transfer_forward: np.ndarray | float = 0.0,
-    transfer_backward: np.ndarray | float = 0.0,
-    pair_seconds: np.ndarray | None = None,
-) -> np.ndarray:
-    """Stage times as `screen` wants them, [columns, L]. seconds[letter] [V, L]: critical path of one microbatch's action on each
-    virtual stage; reach[letter] [V, L]: the part of it until its output, where that is less; transfers [L]; pair_seconds
-    [len(columns.pairs), L]: least time of each pair together, by default the longer of the two."""
-    num = next(iter(seconds.values())).shape[1]
-    times = np.zeros((len(columns), num))
-    for letter, values in seconds.items():
-        at = LETTERS.index(letter) * columns.num_stages
-        times[at : at + columns.num_stages] = values
-        at += len(LETTERS) * columns.num_stages
-        times[at : at + columns.num_stages] = (reach or {}).get(letter, values)
-    times[columns.transfer] = transfer_forward
-    times[columns.transfer + 1] = transfer_backward
-    for p, pair in enumerate(columns.pairs):
-        longer = np.maximum(*(seconds[letter][stage] for letter, stage in pair))
-        times[columns.transfer + 2 + p] = longer if pair_seconds is None else pair_seconds[p]
-    return times
+@dataclass(frozen=True)
+class Durations:
+    """What L layouts of one structure with V virtual stages can't beat, by letter of the action.
+
+    path[letter] [L, V]: critical path of one action, from its input and a free compute stream to its output. lanes[letter]
+    [lanes, L, V]: busy seconds by lane: 0 compute, 1 the communication that stands between compute tasks, then any others
+    that are serial on a rank (gathers, reductions, host). hop [L]: a transfer between ranks, each way.
+
+    A lane other than compute adds up over a rank's actions but not along a path: host and prefetches run ahead while the
+    rank waits, so max(path, host) is not a time that an action always takes.
+    """
+
+    path: Mapping[str, np.ndarray]
+    lanes: Mapping[str, np.ndarray]
+    hop: np.ndarray
+
+    def pair(self, kind: PairKind) -> np.ndarray:
+        """[L] Least time of a pair: both paths, and what both need of the compute and the communication lane."""
+        (letter_a, a), (letter_b, b) = kind
+        lanes = self.lanes[letter_a][:2, :, a] + self.lanes[letter_b][:2, :, b]
+        return np.maximum.reduce([*lanes, self.path[letter_a][:, a], self.path[letter_b][:, b]])
 
 
-def screen(paths: CriticalPaths, times: np.ndarray, num_microbatches: np.ndarray | int, extra: np.ndarray | float = 0.0) -> np.ndarray:
-    """Lower bound of the step [L] for stage times [columns, L] (`stage_times`) and microbatches [L] of one structure; `extra`
-    [L] = what comes before the first action and after the last. ValueError where `paths` don't cover the microbatches."""
-    periods = _periods(paths, np.broadcast_to(np.asarray(num_microbatches), times.shape[1:]))
-    bound = np.empty(times.shape[1])
-    for start in range(0, len(bound), _BLOCK):
-        block = slice(start, start + _BLOCK)
-        bound[block] = _longest(paths, times[:, block], periods[block])
-    return bound + extra
+def screen_structure(structure: Structure, num_microbatches: int, durations: Durations) -> np.ndarray:
+    """Lower bound of the pipelined part of the step, [L], for L layouts of one structure (microbatches -> orders, placement)."""
+    paths = critical_paths(structure, num_microbatches)
+    times = np.zeros((len(paths.columns), len(durations.hop)))
+    num_stages = paths.columns.num_stages
+    for letter, seconds in durations.path.items():
+        for at in (LETTERS.index(letter), LETTERS.index(letter) + len(LETTERS)):  # hold, reach
+            times[at * num_stages : (at + 1) * num_stages] = seconds.T
+    times[paths.columns.transfer : paths.columns.transfer + 2] = durations.hop
+    for p, kind in enumerate(paths.columns.pairs):
+        times[paths.columns.transfer + 2 + p] = durations.pair(kind)
+    _, placement = structure(num_microbatches)
+    letters = {letter for letter in LETTERS if paths.rows[:, paths.columns.letter(letter)].any() or paths.grow[:, paths.columns.letter(letter)].any()}
+    return np.maximum(screen(paths, times, num_microbatches), num_microbatches * _busiest(durations, placement, letters))
 
 
-def _periods(paths: CriticalPaths, num_microbatches: np.ndarray) -> np.ndarray:
+def _busiest(durations: Durations, placement: tuple[int, ...], letters: set[str]) -> np.ndarray:
+    """[L] Seconds of one microbatch on the busiest lane of the busiest rank."""
+    by_stage = sum(durations.lanes[letter] for letter in letters)
+    held = np.equal.outer(np.array(placement), np.arange(max(placement) + 1)).astype(float)
+    return (by_stage @ held).max(axis=(0, 2))
+
+
+def screen(paths: CriticalPaths, times: np.ndarray, num_microbatches: int) -> np.ndarray:
+    """Lower bound [L] for stage times [columns, L]. ValueError where `paths` don't cover the microbatches."""
     more = num_microbatches - paths.num_microbatches
-    if (more < 0).any() or (more % paths.period if paths.period else more).any():
-        raise ValueError(f"these paths cover {paths.num_microbatches} microbatches and periods of {paths.period} more; look up others for {num_microbatches.tolist()[:4]}")
-    return more / max(1, paths.period)
+    if more < 0 or (more % paths.period if paths.period else more):
+        raise ValueError(f"paths of {paths.num_microbatches} microbatches that grow by {paths.period} don't cover {num_microbatches}")
+    blocks = [times[:, start : start + _BLOCK] for start in range(0, times.shape[1], _BLOCK)]
+    return np.concatenate([_longest(paths, block, more // max(1, paths.period)) for block in blocks])
 
 
-def _longest(paths: CriticalPaths, times: np.ndarray, periods: np.ndarray) -> np.ndarray:
+def _longest(paths: CriticalPaths, times: np.ndarray, num_periods: int) -> np.ndarray:
     used = np.flatnonzero(paths.rows.any(axis=0) | paths.grow.any(axis=0))
     base = paths.rows[:, used] @ times[used]
-    if not periods.any():
+    if not num_periods:
         return base.max(axis=0)
     work = paths.grow[:, used] @ times[used]
     longest = np.full(times.shape[1], NEVER)
     for lingers in np.unique(paths.lingers, axis=0):
         rows = (paths.lingers == lingers).all(axis=1)
-        np.maximum(longest, base[rows].max(axis=0) + periods * work[lingers].max(axis=0), out=longest)
+        np.maximum(longest, base[rows].max(axis=0) + num_periods * work[lingers].max(axis=0), out=longest)
     return longest
 
 
 def step_bound(program: Program) -> float:
     """Lower bound of one step of a program, in seconds; never above its longest path."""
     wires = check(program)
-    paths = _paths_of(program.orders, program.placement, program.peers)
+    orders, placement = program.orders[:: program.peers], tuple(rank // program.peers for rank in program.placement)
+    paths = paths_of(orders, placement)
     matrices = [reduce(body, costs_of([body], None))[:, :, 0] for body in program.bodies]
     through = float(screen(paths, _times_of(program, paths.columns, wires, matrices), paths.num_microbatches)[0])
-    alone = max(sum(np.diag(matrices[k])[:IN] for k in indices).max() if indices else 0.0 for indices in program.body_index)
-    return max(_before(program, wires) + through + _after(program, wires), float(alone), 0.0)
-
-
-@lru_cache(maxsize=64)
-def _paths_of(orders, placement: tuple[int, ...], peers: int) -> CriticalPaths:
-    return paths_of(orders[::peers], tuple(rank // peers for rank in placement))
+    alone = max(sum((np.diag(matrices[k])[:IN] for k in indices), np.zeros(IN)).max() for indices in program.body_index)
+    return max(_before(program, wires) + through + _after(program, wires), float(alone))
 
 
 def _times_of(program: Program, columns: Columns, wires: Wiring, matrices: list[np.ndarray]) -> np.ndarray:

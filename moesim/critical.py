@@ -16,17 +16,20 @@ an action keeps the compute stream, "reach" how long until its output; a pair ho
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
 from moesim.program import SEND_NEXT
-from moesim.schedules import LETTERS, Action, Pair, Schedule
+from moesim.schedules import LETTERS, Action, Pair
 from moesim.wiring import Wiring, actions, wire
 
 PairKind = tuple[tuple[str, int], tuple[str, int]]
+Structure = Callable[[int], tuple[tuple, tuple[int, ...]]]
+"""number of microbatches -> (orders, placement); ValueError where it is not legal."""
+_REMEMBERED = 512
 _SEED = 20_240_601  # of the stage times that are tried; any will do
 _NUM_RANDOM = 20
 
@@ -43,6 +46,12 @@ class Columns:
 
     def reach(self, action: Action) -> int:
         return self.hold(action) + len(LETTERS) * self.num_stages
+
+    def letter(self, letter: str) -> list[int]:
+        """Every column of a letter, alone or in a pair."""
+        at, num = LETTERS.index(letter), self.num_stages
+        alone = [column for i in (at, at + len(LETTERS)) for column in range(i * num, (i + 1) * num)]
+        return alone + [self.transfer + 2 + p for p, kind in enumerate(self.pairs) if letter in (kind[0][0], kind[1][0])]
 
     @property
     def transfer(self) -> int:
@@ -72,51 +81,58 @@ def pair_kind(pair: Pair) -> PairKind:
     return (pair.first.letter, pair.first.stage), (pair.second.letter, pair.second.stage)
 
 
-def critical_paths(schedule: Schedule, pp: int, num_microbatches: int, num_chunks: int) -> CriticalPaths:
-    """Paths that bound a step of this structure; those of fewer microbatches where they can grow. ValueError if not legal."""
-    if reason := schedule.legal(pp, num_microbatches, num_chunks):
-        raise ValueError(reason)
-    if num_chunks == 1 and schedule.orders(pp, 2, 1) == _phases(pp, 2):
-        return _phase_paths(pp, num_microbatches)
+def critical_paths(structure: Structure, num_microbatches: int) -> CriticalPaths:
+    """Paths that bound a step of `structure` with so many microbatches; where they can grow, those of fewer. `structure` must
+    hand out the same tuples for the same number (as schedules do): what is found is remembered by them."""
+    orders, placement = structure(num_microbatches)
+    pp = len(orders)
+    if placement == tuple(range(pp)) and orders == _phases(pp, num_microbatches):
+        return _phase_paths(pp)
     for period in dict.fromkeys((1, 2, pp, 2 * pp)):
         fewer = 3 * pp + 2 + (num_microbatches - 3 * pp - 2) % period  # comes to the steady state and leaves it on every rank
-        legal = all(schedule.legal(pp, m, num_chunks) is None for m in (fewer, fewer + period))
-        if fewer <= num_microbatches and legal and (found := _examine(schedule, pp, fewer, num_chunks, period)).period:
+        if fewer <= num_microbatches and (found := _growing(structure, fewer, period)):
             return found
-    return _examine(schedule, pp, num_microbatches, num_chunks, 0)
+    return paths_of(orders, placement)
 
 
-@lru_cache(maxsize=1024)
-def _examine(schedule: Schedule, pp: int, num_microbatches: int, num_chunks: int, period: int) -> CriticalPaths:
-    orders = schedule.orders(pp, num_microbatches, num_chunks)
-    graph = _Graph(orders, schedule.placement(pp, num_chunks))
-    traces = list({trace.key: trace for trace in graph.critical(_tries(graph.columns, graph.placement))}.values())
-    if period and (grown := _repeats(orders, schedule.orders(pp, num_microbatches + period, num_chunks), period)):
-        lingers = [trace.lingers(graph.wires, grown) for trace in traces]
-        grow = [graph.work(grown.orders[r], at, size) for r, (at, size) in enumerate(zip(grown.shared, grown.added))]
-        return _critical_paths(graph, num_microbatches, [t for t, may in zip(traces, lingers) if may.any()], period, grow, [m for m in lingers if m.any()])
-    return _critical_paths(graph, num_microbatches, traces, 0, [], [])
+_known: dict[tuple[int, int], tuple[tuple, CriticalPaths | None]] = {}
 
 
+def _growing(structure: Structure, num_microbatches: int, period: int) -> CriticalPaths | None:
+    """Paths that can take on further periods; None where the orders are not legal or don't repeat so."""
+    try:
+        (orders, placement), (longer, _) = structure(num_microbatches), structure(num_microbatches + period)
+    except ValueError:
+        return None
+    key = (id(orders), id(longer))
+    if key not in _known:
+        while len(_known) >= _REMEMBERED:
+            _known.pop(next(iter(_known)))
+        _known[key] = ((orders, longer), _find_growing(orders, placement, longer, num_microbatches, period))
+    return _known[key][1]
+
+
+def _find_growing(orders, placement, longer, num_microbatches: int, period: int) -> CriticalPaths | None:
+    grown = _repeats(orders, longer, period)
+    if not grown:
+        return None
+    graph = _Graph(orders, placement)
+    found = [(trace.row, may) for trace in graph.critical() if (may := trace.lingers(graph.wires, grown)).any()]
+    grow = [graph.work(longer[r], at, size) for r, (at, size) in enumerate(zip(grown.shared, grown.added))]
+    if not found:
+        return None
+    rows, lingers = map(np.array, zip(*found))
+    return CriticalPaths(graph.columns, num_microbatches, rows, period, np.array(grow), lingers)
+
+
+@lru_cache(maxsize=_REMEMBERED)
 def paths_of(orders, placement: tuple[int, ...]) -> CriticalPaths:
     """Paths of given orders, at their own number of microbatches."""
     graph = _Graph(orders, placement)
-    traces = {trace.key: trace for trace in graph.critical(_tries(graph.columns, placement))}
-    return _critical_paths(graph, 0, list(traces.values()), 0, [], [])
-
-
-def _critical_paths(graph: _Graph, num_microbatches: int, traces: list[_Trace], period: int, grow: list, lingers: list) -> CriticalPaths:
-    if period and not traces:
-        return _critical_paths(graph, num_microbatches, [], 0, [], [])
-    rows = np.array([trace.row for trace in traces]).reshape(len(traces), len(graph.columns))
-    return CriticalPaths(
-        graph.columns,
-        num_microbatches,
-        rows,
-        period,
-        np.array(grow).reshape(len(grow), len(graph.columns)),
-        np.array(lingers, dtype=bool).reshape(len(traces), len(grow)),
-    )
+    rows = np.array([trace.row for trace in graph.critical()])
+    num_microbatches = 1 + max(action.microbatch for acts in graph.flat for action in acts)
+    none = np.zeros((0, len(graph.columns)))
+    return CriticalPaths(graph.columns, num_microbatches, rows, 0, none, np.zeros((len(rows), 0), bool))
 
 
 def _phases(pp: int, num_microbatches: int) -> tuple:
@@ -124,7 +140,7 @@ def _phases(pp: int, num_microbatches: int) -> tuple:
     return tuple(tuple(Action(r, letter, m) for letter in "FB" for m in range(num_microbatches)) for r in range(pp))
 
 
-def _phase_paths(pp: int, num_microbatches: int) -> CriticalPaths:
+def _phase_paths(pp: int) -> CriticalPaths:
     """One microbatch goes down and up; each further one adds the forward of one rank and the backward of one rank."""
     columns = Columns(pp, ())
     row = np.zeros((1, len(columns)))
@@ -166,10 +182,6 @@ class _Trace:
     row: np.ndarray
     entries: tuple[int, ...]
 
-    @property
-    def key(self) -> bytes:
-        return self.row.tobytes()
-
     def lingers(self, wires: Wiring, grown: _Grown) -> np.ndarray:
         """[ranks] Whether the path may stay one more period on a rank: it visits an entry there that both orders share from
         the start and (shifted by the period) to the end, after entries shared from the start, before entries shared to the end."""
@@ -195,8 +207,11 @@ class _Graph:
         self.columns = Columns(len(placement), tuple(pairs))
         self.whole = [self.columns.pair(Pair(*acts)) if len(acts) == 2 else self.columns.hold(acts[0]) for acts in self.flat]
 
-    def critical(self, times: np.ndarray) -> Iterator[_Trace]:
-        """The critical path of each set of stage times [columns, tries]."""
+    def critical(self) -> list[_Trace]:
+        """The distinct critical paths of the stage times that are tried."""
+        return list({trace.row.tobytes(): trace for trace in self._critical(_tries(self.columns, self.placement))}.values())
+
+    def _critical(self, times: np.ndarray) -> Iterator[_Trace]:
         freed, delivered = self._play(times)
         ends = [end - 1 for end in (*self.wires.first[1:], self.wires.num_entries)]
         for i, last in enumerate(np.argmax(freed[ends], axis=0)):
@@ -258,10 +273,9 @@ class _Graph:
 
 @dataclass(frozen=True)
 class _Grown:
-    """Orders with one more period beside those without: by rank, the first `shared` entries are the same, and those from
+    """How orders differ from those with one more period: by rank, the first `shared` entries are the same, and those from
     `kept_from` on are the same with later microbatches; `added` = entries of one period, put in between."""
 
-    orders: tuple
     shared: list[int]
     kept_from: list[int]
     added: list[int]
@@ -274,7 +288,7 @@ def _repeats(orders, longer, period: int) -> _Grown | None:
     kept_from = [len(order) - num for order, num in zip(orders, kept)]
     if any(at <= start for at, start in zip(shared, kept_from)):
         return None
-    return _Grown(longer, shared, kept_from, [len(b) - len(a) for a, b in zip(orders, longer)])
+    return _Grown(shared, kept_from, [len(b) - len(a) for a, b in zip(orders, longer)])
 
 
 def _num_equal(a, b) -> int:
