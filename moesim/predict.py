@@ -78,7 +78,7 @@ def predict_row(row: Mapping[str, str], simulate: Simulate) -> dict[str, Any]:
     point = found.tokens_per_s_per_gpu
     if not (math.isfinite(point) and point > 0):
         return _unsupported(run.id, f"the simulator returned {point} tokens/s")
-    low, high = widen(point, found.low, found.high, run.assumed)
+    low, high = widen(point, found.low, found.high, run.assumed, run.pinned)
     notes = [f"assumed {', '.join(run.assumed)}"] if run.assumed else []
     notes += [f"not modelled: {', '.join(run.ignored)}"] if run.ignored else []
     notes += [] if found.fits else ["predicted memory exceeds the GPU"]
@@ -90,9 +90,10 @@ def _unsupported(name: str, reason: str) -> dict[str, Any]:
     return {**dict.fromkeys(COLUMNS), "id": name, "status": "unsupported", "reason": reason}
 
 
-def widen(point: float, low: float, high: float, assumed: Iterable[str]) -> tuple[float, float]:
-    """The 80% band with what was assumed added in quadrature on the log scale."""
-    extra = Z80 * math.sqrt(sum(ASSUMPTION_SIGMA[name] ** 2 for name in assumed))
+def widen(point: float, low: float, high: float, assumed: Iterable[str], pinned: Iterable[str] = ()) -> tuple[float, float]:
+    """The 80% band with what was assumed added in quadrature on the log scale; what a named recipe leaves at its default counts half."""
+    half = set(pinned)
+    extra = Z80 * math.sqrt(sum((ASSUMPTION_SIGMA[name] / (2 if name in half else 1)) ** 2 for name in assumed))
     down, up = math.log(point / min(low, point)), math.log(max(high, point) / point)
     return point * math.exp(-math.hypot(down, extra)), point * math.exp(math.hypot(up, extra))
 

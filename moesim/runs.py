@@ -41,6 +41,17 @@ STACKS: tuple[tuple[str, str], ...] = (
 )
 """Pattern over "source_address; notes" in lower case, first hit wins."""
 
+_CONFIGS = "https://github.com/NVIDIA-NeMo/Megatron-Bridge/tree/main/scripts/performance/configs"
+RECIPE_DEFAULTS: tuple[tuple[str, str, str, str, str, str], ...] = (
+    (r"NeMo 25\.09", r"^(DeepSeek-V3|Qwen3-30B)", r"^G?B[23]00$", "cuda_graphs", "full_iteration", _CONFIGS),
+    (r"NeMo 25\.09", r"^Qwen3-235B", r"^GB[23]00$", "cuda_graphs", "full_iteration", _CONFIGS),
+    (r"NeMo 25\.(09|11)", r"^Llama3-8B", r"^G?B[23]00$", "cuda_graphs", "full_iteration", _CONFIGS),
+)
+"""What the recipes of a release set where its page is silent: release, model, GPU, column, text, source. Padded token drop has fixed
+shapes, so the MoE recipes of 25.09 capture whole iterations; the dense 8B recipes do so on every Blackwell part."""
+POLICIES = ("recompute", "cuda_graphs", "overlap_flags", "dispatcher")
+"""Columns that a named recipe leaves at their default by not setting them."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -64,6 +75,8 @@ class Run:
     layout: Layout
     stack: Stack
     assumed: tuple[str, ...]
+    pinned: tuple[str, ...]
+    """The assumed policies that a recipe named by the row leaves at its default: less in doubt than an unnamed run's."""
     ignored: tuple[str, ...]
     proxy_dispatcher: bool
     measured: Measured
@@ -142,23 +155,37 @@ def _parse(row: Mapping[str, str]) -> Run:
             raise NotExpressible(f"{column}: not stated")
     if re.search(r"\bLoRA\b|\bPEFT\b", row.get("notes", "")):
         raise NotExpressible("LoRA trains a fraction of the weights; not modelled")
+    row, filled = _recipe_defaults(row)
     draft = _Draft(row)
+    draft.assumed += filled
     num_gpus = draft.number("gpus")
     seq_len = _seq_len(draft)
-    model, assumed = model_of(row, seq_len)
-    draft.assumed += assumed
+    model, model_assumed = model_of(row, seq_len)
+    draft.assumed += model_assumed
     cluster = _cluster(draft, num_gpus)
     layout = _layout(draft, model, num_gpus)
     workload = _workload(draft, model, layout, seq_len)
     layout = _legal(draft, layout, model, workload, num_gpus)
     if re.search(r"\bSFT\b", draft.notes):
         draft.ignored.append("fine-tuning data")
+    assumed = tuple(dict.fromkeys(draft.assumed))
+    named = bool(filled) or ("recipe " in draft.notes and "no recipe found" not in draft.notes)
     return Run(
         id=row["id"], kind="moe" if model.num_experts else "dense", model=model, cluster=cluster, workload=workload, layout=layout,
-        stack=draft.stack, assumed=tuple(dict.fromkeys(draft.assumed)), ignored=tuple(draft.ignored),
+        stack=draft.stack, assumed=assumed, pinned=tuple(a for a in assumed if named and a in POLICIES), ignored=tuple(draft.ignored),
         proxy_dispatcher=layout.ep > 1 and run_fields.is_proxy(row.get("dispatcher", "")),
         measured=_measured(row, model, cluster, workload), release=release_of(row), date=row.get("date", ""), series=series_of(row),
     )
+
+
+def _recipe_defaults(row: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """The row with blanks filled from RECIPE_DEFAULTS, and the columns filled."""
+    out, filled = dict(row), []
+    for release, model, gpu, column, text, _ in RECIPE_DEFAULTS:
+        if not out.get(column) and re.search(release, release_of(row)) and re.search(model, row["model"]) and re.search(gpu, row["gpu_type"]):
+            out[column] = text
+            filled.append(column)
+    return out, filled
 
 
 def stack_of(row: Mapping[str, str]) -> str:

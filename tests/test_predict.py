@@ -88,6 +88,7 @@ def test_widening_adds_in_quadrature_and_never_narrows():
     low, high = widen(100.0, 100.0, 100.0, ("vpp", "mbs"))
     sigma = math.hypot(ASSUMPTION_SIGMA["vpp"], ASSUMPTION_SIGMA["mbs"])
     assert math.log(high / 100) == pytest.approx(Z80 * sigma) == pytest.approx(math.log(100 / low))
+    assert widen(100.0, 100.0, 100.0, ("vpp",), ("vpp",))[1] < widen(100.0, 100.0, 100.0, ("vpp",))[1]
     wide = widen(100.0, 90.0, 110.0, ("recompute",))
     assert wide[0] < 90.0 and wide[1] > 110.0
 

@@ -86,6 +86,7 @@ def test_a_blank_policy_is_reported_as_assumed():
         for column in ("recompute", "cuda_graphs", "overlap_flags", "precision"):
             if not source[column]:
                 assert column in parsed.assumed, (parsed.id, column)
+                assert set(parsed.pinned) <= set(parsed.assumed)
             elif "cpu_offload" not in source[column]:
                 assert column not in parsed.assumed, (parsed.id, column)
 
@@ -178,6 +179,14 @@ def test_stacks():
                 "vtrain-3.6b-64-tp1dp64pp1-mb8": "megatron_deepspeed", "mg21-a100-1.7b": "megatron_lm_2021", "mpt-70b-h10080gb-512-mb8": "llm_foundry"}
     assert {id: run(id).stack.name for id in expected} == expected
     assert run("mpt-70b-h10080gb-512-mb8", stack="torchtitan").stack.name == "torchtitan"
+
+
+def test_recipes_of_a_release_fill_what_its_page_leaves_blank():
+    graphs = lambda id, **changes: run(id, **changes).layout.graphs  # noqa: E731
+    assert graphs("mb-25.09-qwen3-30b-b200-8-fp8-cs-g512") == "full" == graphs("mb-25.09-llama3-8b-gb200-8-fp8-cs-g128")
+    assert graphs("mb-25.09-qwen3-235b-b200-64-fp8-cs-g1024") == "none" == graphs("mb-25.09-qwen3-30b-h100-16-fp8-cs-g512")
+    assert graphs("mb-25.09-qwen3-30b-b200-8-fp8-cs-g512", cuda_graphs="none") == "none"
+    assert "cuda_graphs" in run("mb-25.09-qwen3-30b-b200-8-fp8-cs-g512").pinned
 
 
 def test_mtp_follows_the_notes():
