@@ -167,11 +167,19 @@ def collective_row(line: int, row: dict[str, str]) -> Row:
         return _dispatch_row(line, row, gpu, kind)
     if kind not in COLLECTIVES:
         raise ValueError(f"{kind!r} is not a collective priced here ({', '.join(COLLECTIVES)})")
-    gpus, size = number(row, "gpus"), number(row, "bytes")
+    gpus, size = number(row, "gpus"), _size(row, notes)
     nodes = number(row, "nodes") if row.get("nodes") else 1.0
     name = COLLECTIVES[kind]
     seconds = _seconds(row, name, gpus, size)
     return Row(line, "collective", gpu, name, _software(notes), {"gpus": gpus, "nodes": nodes, "bytes": size}, seconds, row.get("source", ""))
+
+
+def _size(row: dict[str, str], notes: str) -> float:
+    """Bytes of the row, or what its notes say the payload was."""
+    stated = re.search(r"~(\d+) MiB", notes)
+    if not row.get("bytes") and stated:
+        return float(stated.group(1)) * 2**20
+    return number(row, "bytes")
 
 
 def _seconds(row: dict[str, str], kind: str, gpus: float, size: float) -> float:
@@ -195,10 +203,11 @@ def _dispatch_row(line: int, row: dict[str, str], gpu: str, kind: str) -> Row:
     if not row.get("time_us"):
         raise ValueError("no time; a bandwidth whose definition differs by tool")
     found = {name: re.search(pattern, notes) for name, pattern in _DISPATCH_NOTES.items()}
+    tray = "tray" in row["hardware"] and not row.get("gpus")
     missing = [name for name, match in found.items() if match is None and name not in ("sms", "experts")]
     if missing:
         raise ValueError(f"notes name no {', '.join(missing)}")
-    gpus = number(row, "gpus")
+    gpus = 4.0 if tray else number(row, "gpus")
     shape = {name: float(match.group(1).replace(",", "")) for name, match in found.items() if match}
     shape.update(gpus=gpus, nodes=number(row, "nodes") if row.get("nodes") else 1.0, combine=float(kind == "ep_combine"))
     shape["width"] = 1.0 if kind == "ep_dispatch" and "FP8" in notes.upper() else 2.0
@@ -207,7 +216,7 @@ def _dispatch_row(line: int, row: dict[str, str], gpu: str, kind: str) -> Row:
 
 
 _DISPATCH_NOTES = {
-    "tokens": r"(\d+) tokens",
+    "tokens": r"(\d+) tokens?",
     "hidden": r"hidden (\d+)",
     "top_k": r"top-(\d+)",
     "experts": r"top-\d+ of (\d+)",

@@ -20,11 +20,17 @@ KERNELS = {
 }
 """The kernel whose table prices a dtype; other libraries' rows (torch_flow, DeepGEMM on H800) are other software."""
 REFERENCE = "b300"
-"""The GPU whose table is ten sizes deep: the others (two or three sizes) take the tile parameters from it and fit the rest."""
+"""The GPU whose table is ten sizes deep: the others (two or three sizes) start from its tile
+parameters, believed to BORROWED_SIGMA in log."""
 BORROWED = ("ramp_k", "small_tile", "quantisation", "quant_row_s")
+BORROWED_SIGMA = 0.3
+LEAST_ROWS = 20
+"""Rows below which another library's kernel gets no parameters of its own."""
 MEMORY_PRIOR = (0.73, 0.1)
 """Share of the HBM peak a copy reaches (GB200 0.73, H100 0.76-0.87, A100 0.81: measurements/memory.csv), for GPUs whose GEMM rows
 are all compute bound."""
+DROOP_PRIOR = {"droop": (0.2, 1.0), "droop_s": (5e-4, 1.0)}
+"""Wide beliefs: tables without long kernels, or of a GPU that doesn't slow down, say nothing about the clock."""
 FFN_PRIOR = {"rate": 0.7, "bandwidth": 0.8, "row_bandwidth": 0.4, "fixed_s": 5e-5, "skew": 0.1}
 FFN_SIGMA = (1.0, 0.3)
 """Width of the belief about a fused FFN's parameters: loose while the kernels' median is found, then this tight around it."""
@@ -40,17 +46,15 @@ def gemm_fixed(dtype: str) -> dict[str, float]:
     return {**fixed, "quant_row_s": 0.0, "quant_bandwidth": 5e12} if dtype == "bf16" else fixed
 
 
-def fit_gemm(rows: Sequence[Row], reference: Sequence[Row], dtype: str, sheets: Mapping[str, dict]) -> Result:
-    """Parameters of one GPU's dense kernel; ``reference``: the rows of REFERENCE that lend the tile parameters (none needed for
-    REFERENCE itself)."""
-    fixed = gemm_fixed(dtype)
+def fit_gemm(rows: Sequence[Row], lender: Mapping[str, float] | None, dtype: str, sheets: Mapping[str, dict]) -> Result:
+    """Parameters of one GPU's dense kernel; ``lender``: parameters of REFERENCE, believed of the tiles (None for REFERENCE)."""
+    fixed, borrowed = gemm_fixed(dtype), {}
     sheet = sheets[rows[0].gpu]
-    if rows[0].gpu != REFERENCE:
-        lender = fit_gemm(reference, reference, dtype, sheets).parameters
-        fixed.update({name: lender[name] for name in BORROWED})
+    if lender is not None:
+        borrowed = {name: (lender[name], BORROWED_SIGMA) for name in BORROWED}
     peak = sheet[PEAK_OF[dtype]]
     parameters = [replace(p, high=1.1 * peak, start=0.85 * peak) if p.name == "rate" else p for p in gemm.PARAMETERS]
-    prior = {"bandwidth": (MEMORY_PRIOR[0] * sheet["hbm"], MEMORY_PRIOR[1])}
+    prior = {"bandwidth": (MEMORY_PRIOR[0] * sheet["hbm"], MEMORY_PRIOR[1]), **DROOP_PRIOR, **borrowed}
     start = {"bandwidth": 0.7 * sheet["hbm"]}
     num_sms = int(sheet["num_sms"])
     return fit(lambda p: predict(p, num_sms, rows), measured(rows), parameters, fixed, start, prior)

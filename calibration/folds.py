@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Iterable, Iterator, Mapping, Sequence
 
 from calibration.write import write_text
-from moesim.runs import release_of, stack_of
+from moesim.run_fields import release_of, stack_of
 
 NUM_FOLDS = 5
 KEY_COLUMNS = ("model", "gpu_type", "gpus", "seq", "gbs", "precision", "tp", "pp", "cp", "ep")

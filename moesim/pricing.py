@@ -102,7 +102,7 @@ def _attention(profile, ops, rows, cluster, in_training, sheet):
         name = "attention.backward" if backward else "attention.forward"
         names = ("batch", "num_heads", "q_len", "pairs", "qk_dim", "v_dim", "bytes")
         batch, heads, q_len, pairs, qk_dim, v_dim, moved = columns(part, *names)
-        params = profile.parameters(name)
+        params = profile.parameters(name, in_training)
         sheet.seconds[at] = attention.seconds(params, profile.num_sms, batch, heads, q_len, pairs, qk_dim, v_dim, moved, backward)
         sheet.hbm_s[at] = moved / profile.hbm_bytes_per_s
         sheet.label(profile, at, name, keys=2 * pairs / q_len, qk_dim=qk_dim)
@@ -181,15 +181,21 @@ def _dispatch(profile, ops, rows, cluster, in_training, sheet):
             held = np.full(len(part), float(profile.collective_sms))
         else:
             routes = _routes(part, where, kind)
-            priced = dispatch.seconds(profile.parameters(f"dispatch.{kind}"), routes, where)
+            params = dispatch_parameters(profile, kind, _transport(cluster))
+            priced = dispatch.seconds(params, routes, where)
             held = routes.sms
         sheet.seconds[at], sheet.nvlink_s[at], sheet.nic_s[at] = priced
         sheet.sms[at] = np.where(where.inside * where.outside > 1, held, 0)
         far = where.outside > 1
-        names = ("all_to_all.nvlink", "all_to_all.nic") if kind == "alltoall" else (f"dispatch.{kind}", f"dispatch.{kind}.nic")
+        names = ("all_to_all.nvlink", "all_to_all.nic") if kind == "alltoall" else (f"dispatch.{kind}", f"dispatch.nic.{_transport(cluster)}")
         for name, chosen in zip(names, (~far, far)):
             if chosen.any():
                 sheet.label(profile, at[chosen], name, members=where.inside[chosen], domains=where.outside[chosen])
+
+
+def dispatch_parameters(profile, kind: str, transport: str) -> dict[str, float]:
+    """Parameters of a dispatcher, its NIC leg at what the transport reaches."""
+    return {**profile.parameters(f"dispatch.{kind}"), **profile.parameters(f"dispatch.nic.{transport}")}
 
 
 def _routes(ops, where, kind) -> dispatch.Routes:
@@ -199,12 +205,12 @@ def _routes(ops, where, kind) -> dispatch.Routes:
         rank, node = top_k, top_k
     else:
         keys = [(int(i), int(o), op.num_experts, op.top_k, op.node_limit) for op, i, o in zip(ops, where.inside, where.outside)]
-        known = {key: _copies(*key) for key in set(keys)}
+        known = {key: expected_copies(*key) for key in set(keys)}
         rank, node = np.array([known[key] for key in keys], dtype=float).T
-    return dispatch.Routes(tokens * hidden * width * kept, rank, node, load, np.maximum(sms, 1.0), combine > 0)
+    return dispatch.Routes(tokens * kept, hidden * width, rank, node, load, np.maximum(sms, 1.0), combine > 0)
 
 
-def _copies(inside, outside, num_experts, top_k, limit):
+def expected_copies(inside, outside, num_experts, top_k, limit):
     """Expected copies of a token over distinct ranks and distinct domains (never more than its routes)."""
     node = dispatch.distinct(outside, num_experts, top_k, limit)
     rank = dispatch.distinct(inside * outside, num_experts, top_k)

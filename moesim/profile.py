@@ -58,10 +58,13 @@ class Term(_Frozen):
 
 
 class MeasuredCurve(_Frozen):
-    """Seconds of one collective over ``members`` GPUs of one NVLink domain, by nccl-tests size."""
+    """Seconds of one collective over ``members`` GPUs of one NVLink domain, by nccl-tests size. ``lender``: the GPU it was measured
+    on, where not this one."""
 
     kind: str
     members: int
+    software: str = ""
+    lender: str = ""
     bytes: tuple[float, ...] = Field(min_length=2)
     seconds: tuple[float, ...] = Field(min_length=2)
 
@@ -80,8 +83,8 @@ class Sustained(_Frozen):
     """In-training rate of the tensor cores over the burst rate the tables show, and the clock droop of long kernels in training."""
 
     factor: float = Field(gt=0, le=1.5)
-    droop: float = Field(ge=0)
-    droop_s: float = Field(gt=0)
+    droop: float = Field(default=0.0, ge=0)
+    droop_s: float = Field(default=1.0, gt=0)
     sigma_log: float = Field(ge=0)
     provenance: Literal["measured", "interpolated", "extrapolated", "datasheet", "assumed"]
     evidence: dict[str, float]
@@ -109,6 +112,7 @@ class HardwareProfile(_Frozen):
     collective_sms: int
     datasheet_sources: tuple[str, ...]
     terms: tuple[Term, ...]
+    nccl: str
     curves: tuple[MeasuredCurve, ...]
     sustained_rule: str
     sustained: dict[str, Sustained]
@@ -121,9 +125,11 @@ class HardwareProfile(_Frozen):
 
     @cached_property
     def curve_tables(self) -> dict[str, dict[int, Curve]]:
-        """kind -> members -> curve, with seconds made non-decreasing in bytes."""
+        """kind -> members -> curve of the release that prices (``nccl``), with seconds made non-decreasing in bytes."""
         tables: dict[str, dict[int, Curve]] = {}
         for curve in self.curves:
+            if curve.software != self.nccl:
+                continue
             seconds = np.maximum.accumulate(np.array(curve.seconds))
             tables.setdefault(curve.kind, {})[curve.members] = Curve(np.array(curve.bytes), seconds)
         return tables
@@ -136,8 +142,12 @@ class HardwareProfile(_Frozen):
     def parameters(self, name: str, in_training: bool = True) -> dict[str, float]:
         """Parameters of a term; tensor-core rates at the sustained level unless ``in_training`` is False."""
         term = self.term(name)
-        cause = self.sustained.get(term.name.rsplit(".", 1)[-1])
-        if not in_training or cause is None or term.kind not in ("gemm", "grouped_gemm"):
+        if not in_training:
+            return term.parameters
+        if term.kind == "attention":
+            return {**term.parameters, "rate": term.parameters["rate"] * self.sustained["attention"].factor}
+        cause = self.sustained.get(name.rsplit(".", 1)[-1])
+        if cause is None or term.kind not in ("gemm", "grouped_gemm"):
             return term.parameters
         return {**term.parameters, "rate": term.parameters["rate"] * cause.factor, "droop": cause.droop, "droop_s": cause.droop_s}
 

@@ -16,7 +16,7 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv"
 PARAMETERS = (
     Parameter("ring_efficiency", "share of NIC", 0.2, 1.0, 0.8),
     Parameter("all_to_all_efficiency", "share of NIC", 0.2, 1.0, 0.92),
-    Parameter("decay", "1", 0.0, 0.5, 0.03),
+    Parameter("decay", "1", 1e-3, 0.5, 0.05),
     Parameter("ring_step_s", "s", 1e-7, 1e-4, 4e-6),
     Parameter("tree_step_s", "s", 1e-6, 3e-4, 1.5e-5),
     Parameter("all_to_all_s", "s", 1e-6, 1e-3, 1e-4),
@@ -94,7 +94,8 @@ def seconds(params, curves: Mapping[str, Mapping[int, Curve]], kind: str, num_by
     if local.any():
         share = nv_bytes[local] / wire_factor(kind, inside[local])
         nv[local] = inside_seconds(curves[kind], kind, np.maximum(share, 1.0), inside[local])
-    efficiency = params["all_to_all_efficiency" if kind == "all_to_all" else "ring_efficiency"] * outside ** -params["decay"]
+    ring = params["ring_efficiency"] * np.maximum(outside / 2, 1.0) ** -params["decay"]
+    efficiency = params["all_to_all_efficiency"] if kind == "all_to_all" else ring
     nic = nic_bytes / (reach.nic * efficiency)
     latency = np.where(outside > 1, _hops(params, kind, outside) + reach.latency * np.log2(np.maximum(outside, 1.0)), 0.0)
     total = latency + (nv**3 + nic**3) ** (1 / 3)

@@ -10,15 +10,15 @@ from moesim.costs.tiles import droop, tile_seconds
 PARAMETERS = (
     Parameter("rate", "FLOP/s", 1e13, 2e16, 1.8e15, "flops"),
     Parameter("ramp_k", "elements", 10.0, 3000.0, 250.0),
-    Parameter("small_tile", "1", 0.0, 0.6, 0.08),
-    Parameter("quantisation", "1", 0.0, 1.0, 0.5),
+    Parameter("small_tile", "1", 1e-3, 0.6, 0.08),
+    Parameter("quantisation", "1", 1e-2, 1.0, 0.5),
     Parameter("bandwidth", "bytes/s", 5e11, 2e13, 5e12, "hbm"),
     Parameter("fixed_s", "s", 5e-7, 3e-5, 3e-6),
-    Parameter("droop", "1", 0.0, 1.5, 0.2),
+    Parameter("droop", "1", 1e-3, 1.5, 0.2),
     Parameter("droop_s", "s", 3e-5, 5e-3, 5e-4),
-    Parameter("quant_row_s", "s", 0.0, 2e-8, 0.0),
+    Parameter("quant_row_s", "s", 1e-11, 2e-8, 1e-9),
     Parameter("quant_bandwidth", "bytes/s", 5e11, 2e13, 5e12, "hbm"),
-    Parameter("floor_s", "s", 0.0, 1e-3, 0.0),
+    Parameter("floor_s", "s", 1e-7, 1e-3, 1e-4),
 )
 
 
