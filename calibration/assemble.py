@@ -13,7 +13,7 @@ DTYPES = ("bf16", "fp32", "fp8", "fp8_block", "mxfp8", "nvfp4")
 def profile(bench: Bench, gpu: str) -> HardwareProfile:
     """The profile of one GPU from all shipped rows. Deterministic."""
     sheet = bench.sheets[gpu]
-    curves = network.curves(gpu, bench.rows)
+    curves = network.curves(gpu, bench.rows, bench.sheets)
     level = sustained(bench, gpu)
     found = tuple(with_causes(term, level) for term in terms(bench, gpu))
     return HardwareProfile(

@@ -71,7 +71,17 @@ class Bench:
         return compute.fit_ffn(compute.ffn_groups(self.rows), self.sheets)
 
     def out_of_fold_gemm(self, gpu: str, dtype: str, split: str) -> np.ndarray:
-        """Predictions of the GPU's rows, the lender's rows of the same fold held out as well."""
+        """Predictions (kept once made) of the GPU's rows, the lender's rows of the same fold held out as well."""
+        key = (gpu, dtype, split)
+        if key not in self._held_out:
+            self._held_out[key] = self._hold_out_gemm(gpu, dtype, split)
+        return self._held_out[key]
+
+    @cached_property
+    def _held_out(self) -> dict:
+        return {}
+
+    def _hold_out_gemm(self, gpu: str, dtype: str, split: str) -> np.ndarray:
         rows = compute.gemm_rows(self.rows, gpu, dtype)
 
         def train(kept, fold):
@@ -80,8 +90,12 @@ class Bench:
 
         return validate.out_of_fold(rows, splits.folds(rows, split), train, lambda p, held: predict(p, int(self.sheets[gpu]["num_sms"]), held))
 
-    def out_of_fold_ffn(self, split: str) -> tuple[list[Row], np.ndarray]:
-        """Every fused FFN row and its prediction by fits (and their common centre) that never saw its fold."""
+    @cached_property
+    def ffn_out_of_fold(self) -> dict[str, tuple[list[Row], np.ndarray]]:
+        """split -> every fused FFN row and its prediction by fits (and their common centre) that never saw its fold."""
+        return {split: self._out_of_fold_ffn(split) for split in splits.SPLITS}
+
+    def _out_of_fold_ffn(self, split: str) -> tuple[list[Row], np.ndarray]:
         groups = compute.ffn_groups(self.rows)
         rows = [row for members in groups.values() for row in members]
 
@@ -127,7 +141,7 @@ class Bench:
         """GPU -> kind -> members -> curve of its newest complete release."""
         result = {}
         for gpu in GPUS:
-            found = network.curves(gpu, self.rows)
+            found = network.curves(gpu, self.rows, self.sheets)
             result[gpu] = network.tables(found, found[0].software if gpu in PARENTS else network.releases(gpu, self.rows)[0])
         return result
 

@@ -77,14 +77,12 @@ def clean(table: str, rows: list[dict[str, str]]) -> tuple[list[Row], list[Dropp
 
 
 def gpu_of(text: str) -> str:
-    """Name of the GPU in a hardware cell. ValueError where there is none, or a PCIe part that the SXM tables don't stand for."""
+    """Name of the GPU in a hardware cell; the PCIe part of a GPU is another GPU. ValueError where there is none."""
     low = text.lower()
     found = [name for word, name in GPU_WORDS if re.search(rf"(?<![a-z]){word}(?![0-9])", low)]
     if not found:
         raise ValueError(f"hardware {text!r} names no GPU known here")
-    if "pcie" in low:
-        raise ValueError(f"hardware {text!r} is a PCIe part: no profile")
-    return found[0]
+    return found[0] + ("_pcie" if "pcie" in low else "")
 
 
 def number(row: dict[str, str], name: str) -> float:
@@ -102,6 +100,7 @@ def gemm_row(line: int, row: dict[str, str]) -> Row:
     gpu, dtype = gpu_of(row["gpu"]), row["precision"].lower()
     if dtype not in PRECISIONS:
         raise ValueError(f"precision {row['precision']!r} is not one of {', '.join(PRECISIONS)}")
+    dtype = {"fp16": "bf16", "fp4": "nvfp4"}.get(dtype, dtype)  # the same tensor-core rate
     shape = {name: number(row, name) for name in ("m", "n", "k", "groups")}
     rate = number(row, "tflops") * 1e12
     flops = 2 * shape["m"] * shape["n"] * shape["k"] * shape["groups"]

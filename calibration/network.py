@@ -43,8 +43,9 @@ def releases(gpu: str, rows: Sequence[Row]) -> list[str]:
     return sorted({r.kernel for r in curve_rows(gpu, rows)}, key=version, reverse=True)
 
 
-def curves(gpu: str, rows: Sequence[Row], lend: bool = True) -> tuple[MeasuredCurve, ...]:
-    """Every sweep of this GPU, and its sibling's newest where a member count is missing; sorted."""
+def curves(gpu: str, rows: Sequence[Row], sheets, lend: bool = True) -> tuple[MeasuredCurve, ...]:
+    """Every sweep of this GPU, and its sibling's newest where a member count is missing, what lies above the latency floor scaled by
+    the ratio of NVLink rates."""
     points: dict[tuple, dict] = defaultdict(dict)
     for r in curve_rows(gpu, rows):
         points[r.kernel, r.dtype, int(r.shape["gpus"])][r.shape["bytes"]] = r.seconds
@@ -57,8 +58,15 @@ def curves(gpu: str, rows: Sequence[Row], lend: bool = True) -> tuple[MeasuredCu
     have = {(c.kind, c.members) for c in own}
     newest = releases(SIBLING[gpu], rows)[0]
     release = own[-1].software if own else newest
-    lent = [c for c in curves(SIBLING[gpu], rows, lend=False) if c.software == newest and (c.kind, c.members) not in have]
-    return tuple(own) + tuple(c.model_copy(update={"software": release, "lender": SIBLING[gpu]}) for c in lent)
+    lent = [c for c in curves(SIBLING[gpu], rows, sheets, lend=False) if c.software == newest and (c.kind, c.members) not in have]
+    slower = sheets[SIBLING[gpu]]["nvlink"] / sheets[gpu]["nvlink"]
+    return tuple(own) + tuple(_carried(c, slower, release, SIBLING[gpu]) for c in lent)
+
+
+def _carried(curve: MeasuredCurve, slower: float, release: str, lender: str) -> MeasuredCurve:
+    floor = curve.seconds[0]
+    seconds = tuple(floor + (s - floor) * slower for s in curve.seconds)
+    return curve.model_copy(update={"software": release, "lender": lender, "seconds": seconds})
 
 
 def tables(found: Sequence[MeasuredCurve], release: str) -> dict[str, dict[int, Curve]]:

@@ -106,7 +106,7 @@ def weight_gradient_share(bench: Bench) -> float:
 
 
 def ffn_terms(bench: Bench, gpu: str) -> Iterator[Term]:
-    found = {split: bench.out_of_fold_ffn(split) for split in splits.SPLITS}
+    found = bench.ffn_out_of_fold
     for key, members in compute.ffn_groups(bench.rows).items():
         if key[0] != gpu:
             continue
@@ -151,7 +151,7 @@ def memory_terms(bench: Bench, gpu: str) -> Iterator[Term]:
 
 
 def collective_terms(bench: Bench, gpu: str) -> Iterator[Term]:
-    own = [c for c in network.curves(gpu, bench.rows) if not c.lender]
+    own = [c for c in network.curves(gpu, bench.rows, bench.sheets) if not c.lender]
     rows = network.curve_rows(gpu if own else network.SIBLING[gpu], bench.rows)
     for kind in collectives.KINDS[:-1]:
         fits = network.interpolation_errors([c for c in own if c.kind == kind])
