@@ -7,7 +7,7 @@ reason a text can't become a layout; `ignored` texts are understood but change n
 from __future__ import annotations
 
 import re
-from typing import Any, Callable
+from typing import Any, Callable, Mapping
 
 from .run_models import NotExpressible, whole
 
@@ -34,23 +34,25 @@ def data_parallel(text: str) -> dict[str, Any]:
     if not text:
         return {}
     low = text.lower()
-    found: dict[str, Any] = {}
-    for key, value in re.findall(r"(fsdp|hsdp|zero1|dp)\s*=\s*(\w+)", low):
-        found[key] = value
+    found = {key.replace("fsdp2", "fsdp").replace("ddp", "dp"): value for key, value in re.findall(r"\b(fsdp2?|zero[0-3]|d?dp)\s*=\s*(\w+)", low)}
+    number = lambda value: whole(value, "dp_or_fsdp")  # noqa: E731
+    hybrid = re.search(r"\bhsdp\s*=\s*(\d+)\s*x\s*(\d+)", low)
+    if hybrid:
+        return {"zero": 3, "shard": number(hybrid[2]), "dp": number(hybrid[1]) * number(hybrid[2])}
     if "fsdp" in found:
-        shard = whole(found["fsdp"], "dp_or_fsdp")
-        out = {"zero": 3, "shard": shard, "dp": shard * whole(found.get("dp", "1"), "dp_or_fsdp")}
+        out = {"zero": 3, "shard": number(found["fsdp"]), "dp": number(found["fsdp"]) * number(found.get("dp", "1"))}
         return {**out, "reshard": False} if "grad_op" in low else out
-    if "zero1" in found:
-        return {"zero": 1} if found["zero1"] == "all" else {"zero": 1, "shard": whole(found["zero1"], "dp_or_fsdp")}
+    stage = next((key for key in found if key.startswith("zero")), None)
+    if stage:
+        own = {"zero": int(stage[4])} | ({"dp": number(found["dp"])} if "dp" in found else {})
+        return own if found[stage] == "all" else {**own, "shard": number(found[stage])}
     if "dp" in found:
-        return {"dp": whole(found["dp"], "dp_or_fsdp")}
+        return {"dp": number(found["dp"])}
     if "fsdp" in low:
         return {"zero": 3}
-    if low in ("zero-1", "ddp + distributed optimizer", "distributed optimizer"):
-        return {"zero": 1}
-    if low in ("ddp", "zero-0"):
-        return {"zero": 0}
+    named = {"zero-0": 0, "ddp": 0, "zero-1": 1, "ddp + distributed optimizer": 1, "distributed optimizer": 1, "zero-2": 2, "zero-3": 3}
+    if low in named:
+        return {"zero": named[low]}
     raise NotExpressible(f"dp_or_fsdp: {text!r} is not understood")
 
 
@@ -178,6 +180,65 @@ def routing(notes: str) -> tuple[dict[str, Any], bool]:
         return {"kind": "zipf", "zipf_s": 0.15}, True
     stated = any(word in low for word in ("force-balanced", "forced routing", "forced balance", "balanced routing", "random routing"))
     return {"kind": "balanced"}, stated
+
+
+STACKS: tuple[tuple[str, str], ...] = (
+    (r"olmo.core.*fsdp|fsdp.*olmo.core", "olmo_core_fsdp"),
+    (r"olmo.core|olmocore", "olmo_core3_ddp"),
+    (r"moetrain", "moetrain"),
+    (r"maxtext", "maxtext"),
+    (r"torchtitan.*; eager$|torchtitan.*; eager;", "torchtitan_eager"),
+    (r"torchtitan", "torchtitan"),
+    (r"automodel", "nemo_automodel"),
+    (r"llm-foundry", "llm_foundry"),
+    (r"internevo", "internevo"),
+    (r"vtrain|deepspeed|2201.11990", "megatron_deepspeed"),
+    (r"simumax", "simumax"),
+    (r"2104.04473|2205.05198", "megatron_lm_2021"),
+    (r"megatron-bridge", "megatron_bridge"),
+    (r"dgxc-benchmarking|nemo|training_results", "nemo"),
+    (r"megatron-lm|megatron-moe-modelzoo|2504.14960|flagperf", "megatron_core"),
+)
+"""Pattern over "source_address; notes" in lower case, first hit wins."""
+
+_CONFIGS = "https://github.com/NVIDIA-NeMo/Megatron-Bridge/tree/main/scripts/performance/configs"
+RECIPE_DEFAULTS: tuple[tuple[str, str, str, str, str, str], ...] = (
+    (r"NeMo 25\.09", r"^(DeepSeek-V3|Qwen3-30B)", r"^G?B[23]00$", "cuda_graphs", "full_iteration", _CONFIGS),
+    (r"NeMo 25\.09", r"^Qwen3-235B", r"^GB[23]00$", "cuda_graphs", "full_iteration", _CONFIGS),
+    (r"NeMo 25\.(09|11)", r"^Llama3-8B", r"^G?B[23]00$", "cuda_graphs", "full_iteration", _CONFIGS),
+)
+"""What the recipes of a release set where its page is silent: release, model, GPU, column, text, source. Padded token drop has fixed
+shapes, so the MoE recipes of 25.09 capture whole iterations; the dense 8B recipes do so on every Blackwell part."""
+
+
+def recipe_defaults(row: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """The row with blanks filled from RECIPE_DEFAULTS, and the columns filled."""
+    out, filled = dict(row), []
+    for release, model, gpu, column, text, _ in RECIPE_DEFAULTS:
+        if not out.get(column) and re.search(release, release_of(row)) and re.search(model, row["model"]) and re.search(gpu, row["gpu_type"]):
+            out[column] = text
+            filled.append(column)
+    return out, filled
+
+
+def stack_of(row: Mapping[str, str]) -> str:
+    """Name of the stack a row ran on: its `stack` column where there is one, else by source and notes."""
+    if row.get("stack"):
+        return row["stack"]
+    text = f"{row.get('source_address', '')}; {row.get('notes', '')}".lower()
+    return next((name for pattern, name in STACKS if re.search(pattern, text)), "generic")
+
+
+def series_of(row: Mapping[str, str]) -> str:
+    found = re.search(r"\bseries=([^;\s]+)", row.get("notes", ""))
+    return found.group(1) if found else ""
+
+
+def release_of(row: Mapping[str, str]) -> str:
+    """Software release: a container or tag where one is named, else year and month."""
+    text = f"{row.get('notes', '')}; {row.get('source_address', '')}"
+    found = re.search(r"container (NeMo [\d.]+)|(NeMo [\d.]+\d)|/blob/(v[\d.]+\d)|(MLPerf (?:Training )?v[\d.]+\d)", text)
+    return next((g for g in found.groups() if g), "") if found else row.get("date", "")[:7]
 
 
 PARSERS: dict[str, Callable[[str], Any]] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Iterable, Mapping
+from typing import Any, Callable, Iterable, Mapping
 
 from . import run_fields
 from .layout import DEFAULT_SMS, OVERLAP_RULES, Layout, LayoutError, format_layout, illegal, parse_layout
@@ -22,33 +22,6 @@ REQUIRED = ("id", "model", "gpu_type", "gpus")
 CLUSTERS = {"A100": "hgx_a100", "H100": "hgx_h100", "H200": "hgx_h200", "H800": "hgx_h800", "B200": "hgx_b200", "B300": "hgx_b300",
             "GB200": "gb200_nvl72", "GB300": "gb300_nvl72"}
 
-STACKS: tuple[tuple[str, str], ...] = (
-    (r"olmo.core.*fsdp|fsdp.*olmo.core", "olmo_core_fsdp"),
-    (r"olmo.core|olmocore", "olmo_core3_ddp"),
-    (r"moetrain", "moetrain"),
-    (r"maxtext", "maxtext"),
-    (r"torchtitan.*; eager$|torchtitan.*; eager;", "torchtitan_eager"),
-    (r"torchtitan", "torchtitan"),
-    (r"automodel", "nemo_automodel"),
-    (r"llm-foundry", "llm_foundry"),
-    (r"internevo", "internevo"),
-    (r"vtrain|deepspeed|2201.11990", "megatron_deepspeed"),
-    (r"simumax", "simumax"),
-    (r"2104.04473|2205.05198", "megatron_lm_2021"),
-    (r"megatron-bridge", "megatron_bridge"),
-    (r"dgxc-benchmarking|nemo|training_results", "nemo"),
-    (r"megatron-lm|megatron-moe-modelzoo|2504.14960|flagperf", "megatron_core"),
-)
-"""Pattern over "source_address; notes" in lower case, first hit wins."""
-
-_CONFIGS = "https://github.com/NVIDIA-NeMo/Megatron-Bridge/tree/main/scripts/performance/configs"
-RECIPE_DEFAULTS: tuple[tuple[str, str, str, str, str, str], ...] = (
-    (r"NeMo 25\.09", r"^(DeepSeek-V3|Qwen3-30B)", r"^G?B[23]00$", "cuda_graphs", "full_iteration", _CONFIGS),
-    (r"NeMo 25\.09", r"^Qwen3-235B", r"^GB[23]00$", "cuda_graphs", "full_iteration", _CONFIGS),
-    (r"NeMo 25\.(09|11)", r"^Llama3-8B", r"^G?B[23]00$", "cuda_graphs", "full_iteration", _CONFIGS),
-)
-"""What the recipes of a release set where its page is silent: release, model, GPU, column, text, source. Padded token drop has fixed
-shapes, so the MoE recipes of 25.09 capture whole iterations; the dense 8B recipes do so on every Blackwell part."""
 POLICIES = ("recompute", "cuda_graphs", "overlap_flags", "dispatcher")
 """Columns that a named recipe leaves at their default by not setting them."""
 
@@ -89,12 +62,6 @@ class Run:
         """Cluster and software release: what anchors of one run may be used for another."""
         return f"{self.cluster.gpu.name} {self.stack.name} {self.release}"
 
-    @property
-    def group(self) -> str:
-        """Model x GPU x configuration: every release and repeat of one configuration together."""
-        w = self.workload
-        return f"{self.model.name} | {self.cluster.gpu.name} | {self.cluster.num_gpus} | {w.seq_len} | {w.global_batch_tokens} | {self.layout}"
-
     def scenario(self) -> Scenario:
         """The same question in the planner's terms."""
         return Scenario(name=self.id, model=self.model, cluster=self.cluster, workload=self.workload, layout=str(self.layout), stack=self.stack.name)
@@ -131,9 +98,18 @@ class _Draft:
         self.notes = row.get("notes", "")
         self.assumed: list[str] = []
         self.ignored: list[str] = []
-        self.stack = load_stack(stack_of(row))
+        self.stack = load_stack(run_fields.stack_of(row))
         if self.stack.name == "generic":
             self.assumed.append("stack")
+
+    def understand(self, column: str, parse: Callable[[str], Any], blank: Any) -> Any:
+        """What a policy's text says. A text nobody taught the parser leaves the policy unknown, like a blank, and is listed."""
+        text = self.row.get(column, "")
+        try:
+            return parse(text)
+        except NotExpressible:
+            self.ignored.append(f"{column} not understood: {text[:60]!r}")
+            return blank
 
     def number(self, column: str, default: int | None = None) -> int:
         """The integer of a column; where it is blank the default, reported as assumed. No default: a reason."""
@@ -155,7 +131,7 @@ def _parse(row: Mapping[str, str]) -> Run:
             raise NotExpressible(f"{column}: not stated")
     if re.search(r"\bLoRA\b|\bPEFT\b", row.get("notes", "")):
         raise NotExpressible("LoRA trains a fraction of the weights; not modelled")
-    row, filled = _recipe_defaults(row)
+    row, filled = run_fields.recipe_defaults(row)
     draft = _Draft(row)
     draft.assumed += filled
     num_gpus = draft.number("gpus")
@@ -174,38 +150,8 @@ def _parse(row: Mapping[str, str]) -> Run:
         id=row["id"], kind="moe" if model.num_experts else "dense", model=model, cluster=cluster, workload=workload, layout=layout,
         stack=draft.stack, assumed=assumed, pinned=tuple(a for a in assumed if named and a in POLICIES), ignored=tuple(draft.ignored),
         proxy_dispatcher=layout.ep > 1 and run_fields.is_proxy(row.get("dispatcher", "")),
-        measured=_measured(row, model, cluster, workload), release=release_of(row), date=row.get("date", ""), series=series_of(row),
+        measured=_measured(row, model, cluster, workload), release=run_fields.release_of(row), date=row.get("date", ""), series=run_fields.series_of(row),
     )
-
-
-def _recipe_defaults(row: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """The row with blanks filled from RECIPE_DEFAULTS, and the columns filled."""
-    out, filled = dict(row), []
-    for release, model, gpu, column, text, _ in RECIPE_DEFAULTS:
-        if not out.get(column) and re.search(release, release_of(row)) and re.search(model, row["model"]) and re.search(gpu, row["gpu_type"]):
-            out[column] = text
-            filled.append(column)
-    return out, filled
-
-
-def stack_of(row: Mapping[str, str]) -> str:
-    """Name of the stack a row ran on: its `stack` column where there is one, else by source and notes."""
-    if row.get("stack"):
-        return row["stack"]
-    text = f"{row.get('source_address', '')}; {row.get('notes', '')}".lower()
-    return next((name for pattern, name in STACKS if re.search(pattern, text)), "generic")
-
-
-def series_of(row: Mapping[str, str]) -> str:
-    found = re.search(r"\bseries=([^;\s]+)", row.get("notes", ""))
-    return found.group(1) if found else ""
-
-
-def release_of(row: Mapping[str, str]) -> str:
-    """Software release: a container or tag where one is named, else year and month."""
-    text = f"{row.get('notes', '')}; {row.get('source_address', '')}"
-    found = re.search(r"container (NeMo [\d.]+)|(NeMo [\d.]+\d)|/blob/(v[\d.]+\d)|(MLPerf (?:Training )?v[\d.]+\d)", text)
-    return next((g for g in found.groups() if g), "") if found else row.get("date", "")[:7]
 
 
 def _seq_len(draft: _Draft) -> int:
@@ -302,11 +248,11 @@ def _sharding(draft: _Draft, values: dict[str, Any]) -> None:
 
 def _policies(draft: _Draft, model: ModelSpec, values: dict[str, Any]) -> None:
     row, stack = draft.row, draft.stack
-    recompute, ignored = run_fields.recompute(row.get("recompute", ""), stack.selective_recompute)
-    overlap, more = run_fields.overlap(row.get("overlap_flags", ""))
-    draft.ignored += [*ignored, *more]
-    for column, stated in (("precision", run_fields.precision(row.get("precision", ""))), ("recompute", recompute),
-                           ("cuda_graphs", run_fields.graphs(row.get("cuda_graphs", "")))):
+    recompute, offload = draft.understand("recompute", lambda text: run_fields.recompute(text, stack.selective_recompute), ({}, ()))
+    overlap, unmodelled = draft.understand("overlap_flags", run_fields.overlap, ({}, ()))
+    graphs = draft.understand("cuda_graphs", run_fields.graphs, {})
+    draft.ignored += [*offload, *unmodelled]
+    for column, stated in (("precision", run_fields.precision(row.get("precision", ""))), ("recompute", recompute), ("cuda_graphs", graphs)):
         values |= stated
         if not stated:
             draft.assumed.append(column)
@@ -322,7 +268,7 @@ def _policies(draft: _Draft, model: ModelSpec, values: dict[str, Any]) -> None:
 
 
 def _dispatcher(draft: _Draft, model: ModelSpec, values: dict[str, Any]) -> None:
-    stated = run_fields.dispatcher(draft.row.get("dispatcher", ""))
+    stated = draft.understand("dispatcher", run_fields.dispatcher, {})
     if model.num_experts and values.get("ep", 1) > 1 and not stated:
         draft.assumed.append("dispatcher")
     values |= stated

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from moesim.layout import Layout
 from moesim.load import read_yaml, scenarios_dir
-from moesim.runs import STACKS
+from moesim.run_fields import STACKS
 from moesim.stack import Stack, load_stack, stack_names
 
 REQUIRED = {"megatron_core", "megatron_bridge", "nemo", "nemo_automodel", "torchtitan", "olmo_core3_ddp", "olmo_core_fsdp", "megatron_deepspeed",
