@@ -5,7 +5,7 @@ A task's rate is its speed over its solo speed, never above 1. Three things lowe
   are not added up;
 * SMs: a compute task that reserves none (sms = 0) spreads over all SMs, so it keeps the unreserved share of them. On other
   streams sms = 0 means a copy engine or NIC at work, which holds no SM;
-* shared resources: max-min fair in use of each resource. Resources belong to a rank, each with capacity 1; a link or memory
+* shared resources: max-min fair, see `max_min`. Resources belong to a rank, each with capacity 1; a link or memory
   shared by a node enters as the rank's part of it, since the ranks of a node run the same program at the same time.
 """
 
@@ -52,27 +52,23 @@ def _ceiling(i: int, loads: Sequence[Load], gammas: Mapping[tuple[str, str], flo
 def max_min(ceilings: Sequence[float], uses: Sequence[tuple[tuple[str, float], ...]]) -> list[float]:
     """Max-min fair rates below `ceilings`. uses[i] = (resource, share of its capacity of 1 that rate 1 takes).
 
-    Water filling: a task whose ceiling asks for no more than an equal part of what is left of each of its resources gets
-    its ceiling; when there is none, a resource that limits all who use it is divided equally among them.
+    All rise together, each by its use of the resource it needs most, until it reaches its ceiling or a resource of its own is
+    full: on one link an equal part of the bandwidth each, on several dominant resource fairness (Ghodsi et al., NSDI 2011,
+    https://www.usenix.org/conference/nsdi11/dominant-resource-fairness-fair-allocation-multiple-resource-types).
     """
     rate = list(ceilings)
-    active = {i for i, use in enumerate(uses) if any(share > 0 for _, share in use)}
+    active = {i: 1.0 / top for i, use in enumerate(uses) if (top := max((share for _, share in use), default=0.0)) > 0}
     left = {name: 1.0 for use in uses for name, _ in use}
     while active:
-        users = {name: [i for i in active if any(n == name for n, _ in uses[i])] for name in left}
-        part = {name: left[name] / len(users[name]) for name in left if users[name]}
-        limit = {i: min((part[name] / share, name) for name, share in uses[i] if share > 0) for i in active}
-        done = [i for i in active if limit[i][0] >= ceilings[i]] or _limited(users, limit)
-        for i in done:
-            rate[i] = min(ceilings[i], limit[i][0])
+        rise = dict.fromkeys(left, 0.0)
+        for i, weight in active.items():
+            for name, share in uses[i]:
+                rise[name] += weight * share
+        full = {name: left[name] / rise[name] for name in left if rise[name] > 0}
+        reach = {i: min(ceilings[i] / weight, *(full[name] for name, share in uses[i] if share > 0)) for i, weight in active.items()}
+        level = min(reach.values())
+        for i in [i for i in active if reach[i] <= level * (1 + 1e-12)]:
+            rate[i] = min(ceilings[i], level * active.pop(i))
             for name, share in uses[i]:
                 left[name] = max(0.0, left[name] - rate[i] * share)
-        active.difference_update(done)
     return rate
-
-
-def _limited(users: Mapping[str, list[int]], limit: Mapping[int, tuple[float, str]]) -> list[int]:
-    for name, members in users.items():
-        if members and all(limit[i][1] == name for i in members):
-            return members
-    return [min(limit, key=lambda i: limit[i])]
