@@ -84,13 +84,15 @@ def _gemm(profile, row):
     if name not in profile.term_index:
         name = f"gemm.{row.dtype}"
     term = profile.term(name)
-    params = term.parameters if term.label == kernel or kernel in LIBRARY_KERNELS else kernel_only(term.parameters)
+    params = term.parameters if term.label == kernel or kernel in LIBRARY_KERNELS else kernel_only(term.parameters, profile)
     return predict(params, profile.num_sms, [row])[0], _inside(term, row.shape)
 
 
-def kernel_only(parameters: dict[str, float]) -> dict[str, float]:
-    """Parameters of the multiply alone: other harnesses time no activation quantisation and hold the kernel in a loop."""
-    return {**parameters, "quant_row_s": 0.0, "quant_bandwidth": np.inf, "floor_s": 0.0}
+def kernel_only(parameters: dict[str, float], profile: HardwareProfile) -> dict[str, float]:
+    """Parameters of the multiply alone: other harnesses time no activation quantisation and launch the kernel in a loop, so that its
+    fixed latency is that of any dense kernel."""
+    fixed = min(parameters["fixed_s"], profile.term("gemm.bf16").parameters["fixed_s"])
+    return {**parameters, "quant_row_s": 0.0, "quant_bandwidth": np.inf, "floor_s": 0.0, "fixed_s": fixed}
 
 
 def _gemm_in_training(profile, row):
@@ -103,7 +105,7 @@ def _grouped(profile, row):
     in_step = row.kernel == "training step"
     params = profile.parameters(name, in_training=in_step)
     shape = {**row.shape, "rows_per_group": row.shape["m"]}
-    return predict(params if in_step else kernel_only(params), profile.num_sms, [row])[0], _inside(profile.term(name), shape)
+    return predict(params if in_step else kernel_only(params, profile), profile.num_sms, [row])[0], _inside(profile.term(name), shape)
 
 
 def _fused(profile, row):

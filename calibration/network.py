@@ -74,7 +74,7 @@ def tables(found: Sequence[MeasuredCurve], release: str) -> dict[str, dict[int, 
     result: dict[str, dict[int, Curve]] = {}
     for c in found:
         if c.software == release:
-            result.setdefault(c.kind, {})[c.members] = Curve(np.array(c.bytes), np.maximum.accumulate(c.seconds))
+            result.setdefault(c.kind, {})[c.members] = Curve(np.array(c.bytes), collectives.monotone(c.seconds))
     return result
 
 
@@ -140,15 +140,15 @@ def fit_dispatch(rows: Sequence[Row], sheet, prior=None) -> Result:
 
 
 def interpolation_errors(found: Sequence[MeasuredCurve]) -> tuple:
-    """Log-log interpolation of every other point of these curves from the rest, as one Fit ("alternate"); none without curves."""
+    """Interpolation of every other point of these curves from the rest, as one Fit ("alternate"); none without curves."""
     from calibration.validate import errors
 
     predicted, truth = [], []
     for curve in found:
-        b, s = np.array(curve.bytes), np.maximum.accumulate(curve.seconds)
+        b, s = np.array(curve.bytes), np.array(curve.seconds)
         for held in (0, 1):
             inner = np.arange(len(b)) % 2 == held
             inner[[0, -1]] = False
-            predicted.append(collectives.curve_seconds(Curve(b[~inner], s[~inner]), b[inner]))
-            truth.append(np.array(curve.seconds)[inner])
+            predicted.append(collectives.curve_seconds(Curve(b[~inner], collectives.monotone(s[~inner])), b[inner]))
+            truth.append(s[inner])
     return (errors(np.concatenate(predicted), np.concatenate(truth), "alternate"),) if found else ()

@@ -13,7 +13,7 @@ from typing import Literal, Sequence
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from moesim.costs.collectives import Curve
+from moesim.costs.collectives import Curve, monotone
 from moesim.ops import Op
 from moesim.pricing import Prices, price_ops
 
@@ -130,8 +130,7 @@ class HardwareProfile(_Frozen):
         for curve in self.curves:
             if curve.software != self.nccl:
                 continue
-            seconds = np.maximum.accumulate(np.array(curve.seconds))
-            tables.setdefault(curve.kind, {})[curve.members] = Curve(np.array(curve.bytes), seconds)
+            tables.setdefault(curve.kind, {})[curve.members] = Curve(np.array(curve.bytes), monotone(curve.seconds))
         return tables
 
     def term(self, name: str) -> Term:
