@@ -61,6 +61,11 @@ def pooled(made) -> list:
         rows, held = made.ffn_out_of_fold[split]
         known = np.isfinite(held)
         found.append((split, "fused_ffn", errors(held[known], measured(rows)[known], split)))
+    for dtype in compute.KERNELS:
+        keys = [key for key in made.gemm if key[1] == dtype and key[0] != compute.REFERENCE]
+        away = np.concatenate([made.unseen_gpu_gemm(*key) for key in keys])
+        truth = np.concatenate([measured(compute.gemm_rows(made.rows, *key)) for key in keys])
+        found.append(("unseen GPU", f"gemm.{dtype}", errors(away, truth, "unseen GPU")))
     own = [c for gpu in GPUS for c in network.curves(gpu, made.rows, made.sheets) if not c.lender]
     found.append(("alternate", "NCCL curves", network.interpolation_errors(own)[0]))
     return found

@@ -104,6 +104,13 @@ class Bench:
 
         return rows, validate.out_of_fold(rows, splits.folds(rows, split), train, self.predict_ffn)
 
+    def unseen_gpu_gemm(self, gpu: str, dtype: str) -> np.ndarray:
+        """Predictions of a GPU's rows from the reference GPU's parameters, scaled by datasheet ratios: none of its rows seen."""
+        from calibration.terms import scaled
+
+        parameters = scaled(self.gemm[compute.REFERENCE, dtype].parameters, "gemm", self.sheets[compute.REFERENCE], self.sheets[gpu], dtype)
+        return predict(parameters, int(self.sheets[gpu]["num_sms"]), compute.gemm_rows(self.rows, gpu, dtype))
+
     def predict_ffn(self, fits, rows) -> np.ndarray:
         result = np.full(len(rows), np.nan)
         for key, members in compute.ffn_groups(rows).items():

@@ -90,9 +90,9 @@ def _gemm(profile, row):
 
 def kernel_only(parameters: dict[str, float], profile: HardwareProfile) -> dict[str, float]:
     """Parameters of the multiply alone: other harnesses time no activation quantisation and launch the kernel in a loop, so that its
-    fixed latency is that of any dense kernel."""
-    fixed = min(parameters["fixed_s"], profile.term("gemm.bf16").parameters["fixed_s"])
-    return {**parameters, "quant_row_s": 0.0, "quant_bandwidth": np.inf, "floor_s": 0.0, "fixed_s": fixed}
+    fixed latency is that of any dense kernel; their grouped kernels are one launch."""
+    alone = profile.multiply_alone(parameters)
+    return {**alone, "group_s": 0.0, "grouped_fixed_s": alone["fixed_s"]} if "group_s" in parameters else alone
 
 
 def _gemm_in_training(profile, row):

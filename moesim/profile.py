@@ -139,7 +139,8 @@ class HardwareProfile(_Frozen):
         return self.terms[self.term_index[name]]
 
     def parameters(self, name: str, in_training: bool = True) -> dict[str, float]:
-        """Parameters of a term; tensor-core rates at the sustained level unless ``in_training`` is False."""
+        """Parameters of a term as a training step runs it: tensor-core rates at the sustained level, a low-precision GEMM without the
+        quantisation of its activations (a program holds that as ops of its own). ``in_training`` False: as the tables time it."""
         term = self.term(name)
         if not in_training:
             return term.parameters
@@ -148,7 +149,13 @@ class HardwareProfile(_Frozen):
         cause = self.sustained.get(name.rsplit(".", 1)[-1])
         if cause is None or term.kind not in ("gemm", "grouped_gemm"):
             return term.parameters
-        return {**term.parameters, "rate": term.parameters["rate"] * cause.factor, "droop": cause.droop, "droop_s": cause.droop_s}
+        alone = self.multiply_alone(term.parameters)
+        return {**alone, "rate": alone["rate"] * cause.factor, "droop": cause.droop, "droop_s": cause.droop_s}
+
+    def multiply_alone(self, parameters: dict[str, float]) -> dict[str, float]:
+        """GEMM parameters without activation quantisation, host floor, or more fixed latency than any dense kernel has."""
+        fixed = min(parameters["fixed_s"], self.term("gemm.bf16").parameters["fixed_s"])
+        return {**parameters, "quant_row_s": 0.0, "quant_bandwidth": np.inf, "floor_s": 0.0, "fixed_s": fixed}
 
     def price(self, ops: Sequence[Op], cluster, in_training: bool = True) -> Prices:
         """Seconds and busy seconds of every op on ``cluster`` (its tiers place groups and give link rates).

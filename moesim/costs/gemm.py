@@ -26,7 +26,8 @@ def seconds(params, num_sms, m, n, k, width, out_bytes):
     """Seconds of C[m, n] = A[m, k] @ B[k, n]; arrays broadcast.
 
     width: bytes an element of A and B in the multiply; below 2 the activations A are quantised from bf16 first (read 2 bytes,
-    write ``width``, a row at a time) and that kernel is part of the price, as it is in the measured tables. out_bytes: bytes an
+    write ``width``, a row at a time) and that kernel is part of the price, as it is in the measured tables (quant_row_s 0 and
+    quant_bandwidth infinite leave it out). out_bytes: bytes an
     element of C moved (2 stored in bf16, 8 read and written in FP32). ``floor_s``: host time of a kernel that a
     CUDA graph can't hold. Positive and monotone in m, n, k.
     """
