@@ -1,0 +1,240 @@
+"""Is what the README says true: the tree, the grammar, the ZeRO table, the words and every command it shows?"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moesim import layout as layouts
+from moesim import memory
+from moesim.layout import Layout, parse_layout
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+SETUP = ("command-plan", "command-test")
+
+
+def fences(kind: str) -> list[tuple[str, str]]:
+    """(marker, text) of each fenced block of a kind; the marker is an HTML comment on the line before, or ""."""
+    return re.findall(rf"(?:<!-- ([^>\n]*) -->\n)?```{kind}\n(.*?)```", README, flags=re.S)
+
+
+def rows_of(heading: str) -> list[list[str]]:
+    """Cells of the first table after a heading, its head and rule left out."""
+    table = re.search(r"((?:^\|.*\n)+)", README[README.index(heading):], flags=re.M).group(1)
+    return [[cell.strip() for cell in line.strip("|\n").split(" | ")] for line in table.splitlines()][2:]
+
+
+# --- the tree ---------------------------------------------------------------------------------------------------------------
+
+
+def shown() -> dict[str, str]:
+    """Path -> clause, as the README prints them."""
+    found, folders = {}, []
+    for line in fences("tree")[0][1].splitlines():
+        name, _, clause = line.strip().partition(" ")
+        depth = (len(line) - len(line.lstrip())) // 2
+        folders = folders[:depth]
+        found["/".join([*folders, name.rstrip("/")])] = clause.strip()
+        if name.endswith("/"):
+            folders.append(name.rstrip("/"))
+    return found
+
+
+def present() -> set[str]:
+    """Every module of the packages, and the folders of what a person edits or measures."""
+    paths = {p for package in ("moesim", "calibration", "moetrain", "benchmarks") for p in (ROOT / package).rglob("*.py")}
+    paths |= {p for parent in (*paths,) for p in parent.parents if ROOT in p.parents}
+    paths |= {p for top in ("scenarios", "tests", "calibration") for p in (ROOT / top, *(ROOT / top).iterdir()) if p.is_dir()}
+    return {str(p.relative_to(ROOT)) for p in paths if "__pycache__" not in p.parts and not p.name.startswith(".")}
+
+
+def test_the_tree_is_the_files():
+    tree, here = set(shown()), present()
+    assert tree == here, f"not in the README: {sorted(here - tree)}; not there: {sorted(tree - here)}"
+
+
+def test_one_clause_a_file():
+    assert all(clause and len(clause) <= 110 for clause in shown().values()), [p for p, c in shown().items() if not c or len(c) > 110]
+
+
+def test_files_and_folders_that_are_named_exist():
+    names = set(re.findall(r"`((?:scenarios|tests|calibration|moesim|benchmarks)/[\w./]+)`", README)) | set(re.findall(r"\]\(([\w./]+)\)", README))
+    missing = {n for n in names if not (ROOT / n).exists() and not n.endswith("/x.py")}
+    assert names and not missing
+
+
+# --- the grammar and the table ----------------------------------------------------------------------------------------------
+
+
+def test_the_grammar_is_the_one_in_the_source():
+    source = re.search(r"::\n\n(.*?)\n\n``pp", layouts.__doc__, flags=re.S).group(1)
+    assert inspect.cleandoc(fences("ebnf")[0][1]) == inspect.cleandoc("\n" + source)
+
+
+def test_defaults_of_the_grammar():
+    said = re.findall(r"\(default ([^)]+)\)", fences("ebnf")[0][1])
+    text = " ".join(word for word in said if word not in ("1",))
+    assert parse_layout(text) == Layout() and len(said) >= 9
+
+
+def test_roles_of_the_grammar():
+    assert f"`{' '.join(layouts.RECOMPUTE_ROLES)}`" in README
+
+
+def zero_rows() -> list[list[str]]:
+    return rows_of("### ZeRO")
+
+
+@pytest.mark.parametrize("row", zero_rows(), ids=lambda row: row[0].strip("`"))
+@pytest.mark.parametrize("dtype", [("fp32", "fp32"), ("bf16", "fp8")])
+def test_zero_table_resident_bytes(row, dtype):
+    """The memory model holds, a parameter, what the table says; dense and expert weights each over their own group."""
+    layout = parse_layout(f"dp8 ep4 {row[0].strip('`')} grad:{dtype[0]} opt:{dtype[1]}")
+    g, m = memory.GRAD_BYTES[dtype[0]], memory.MOMENT_BYTES[dtype[1]]
+    for dense, expert, shards in ((1.0, 0.0, layout.groups["shard"].size), (0.0, 1.0, layout.edp)):
+        found = memory._static(np.array([[dense]]), np.array([[expert]]), policy(layout))
+        for name, cell in zip(("weights", "gradients", "optimizer"), row[1:4]):
+            assert found[name][0, 0] == pytest.approx(eval(cell, {"g": g, "m": m, "N": shards})), (name, cell)  # noqa: S307
+
+
+def policy(layout: Layout) -> memory.Policy:
+    values = (layout.zero, layout.reshard, memory.GRAD_BYTES[layout.grad], memory.MOMENT_BYTES[layout.optimizer], layout.groups["shard"].size, layout.edp, 0, 0)
+    return memory.Policy(*(np.array([v]) for v in values))
+
+
+KINDS = {"AG": "param_gather", "RS": "grad_reduce", "AR": "grad_reduce"}
+
+
+@pytest.mark.parametrize("row", zero_rows(), ids=lambda row: row[0].strip("`"))
+def test_zero_table_collectives(row):
+    """A program of four microbatches holds the collectives of the table, layer by layer, and no others."""
+    program, num_units = small_program(f"dp8 {row[0].strip('`')} mb1")
+    role_counts = [sum(t.name == role for t in program.epilogue[0]) for role in ("param_gather", "grad_reduce")]
+    in_body = {"param_gather": 0, "grad_reduce": 0}
+    for k in program.body_index[0]:
+        for task in program.bodies[k]:
+            if task.name in in_body:
+                in_body[task.name] += 1
+    each, step = (cell.replace("-", "").split() for cell in row[4:6])
+    for role in in_body:
+        assert in_body[role] == 4 * num_units * sum(KINDS[c] == role for c in each), (role, in_body)
+    assert role_counts == [sum(KINDS[c] == role for c in step) for role in ("param_gather", "grad_reduce")]
+
+
+def small_program(text: str):
+    """(program of a small dense model on one node with four microbatches, its number of ZeRO units)."""
+    from moesim.assembly import Assembler
+    from moesim.load import parse_scenario
+    from moesim.parts import Parts
+    from moesim.profile import load_profile
+    from moesim.stack import load_stack
+
+    scenario = parse_scenario("name: small\nmodel: {preset: llama3_8b, num_layers: 2}\ncluster: hgx_b300\n"
+                              "workload: {seq_len: 4096, global_batch_tokens: 131072}")
+    parts = Parts(scenario.model, scenario.cluster, scenario.workload, load_stack(scenario.stack), load_profile("b300"))
+    return Assembler(parts).program(parse_layout(text)), 4
+
+
+def test_zero_table_all_reduces_only_without_zero():
+    """Kinds of the reductions: all-reduce under ZeRO-0, reduce-scatter else."""
+    from moesim.assembly import _Build, Assembler
+    from moesim.load import parse_scenario
+    from moesim.parts import Parts
+    from moesim.profile import load_profile
+    from moesim.stack import load_stack
+
+    scenario = parse_scenario("name: small\nmodel: {preset: llama3_8b, num_layers: 2}\ncluster: hgx_b300\n"
+                              "workload: {seq_len: 4096, global_batch_tokens: 131072}")
+    maker = Assembler(Parts(scenario.model, scenario.cluster, scenario.workload, load_stack(scenario.stack), load_profile("b300")))
+    for row in zero_rows():
+        text = row[0].strip("`")
+        kinds = {op.kind for op in _Build(maker, parse_layout(f"dp8 {text}")).reduce_ops(("attention", "dense"))}
+        assert kinds == ({"all_reduce"} if "AR" in row[5] else {"reduce_scatter"}), text
+
+
+def test_fsdp2_calls_exist():
+    """Every call of the table is a public name of the torch that is installed."""
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    names = set(re.findall(r"`((?:set_\w+|unshard))", README))
+    assert {"set_requires_gradient_sync", "set_reshard_after_backward", "unshard"} <= names
+    assert not {n for n in names if not callable(getattr(fsdp.FSDPModule, n, None))}
+    assert "reshard_after_forward" in inspect.signature(fsdp.fully_shard).parameters
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------------
+
+
+def commands(slow: bool) -> list[str]:
+    marked = [(marker, text) for marker, text in fences("bash") if marker not in SETUP]
+    return [line for marker, text in marked if (marker == "full") == slow for line in text.strip().splitlines()]
+
+
+def run_line(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A command line as typed, with this interpreter's moesim, in an empty folder."""
+    words = shlex.split(line)
+    assert words[0] == "moesim", line
+    target = words[words.index(">") + 1] if ">" in words else None
+    words = words[: words.index(">")] if target else words
+    done = subprocess.run([sys.executable, "-m", "moesim", *words[1:]], cwd=folder, capture_output=True, text=True, timeout=300,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    if target:
+        (folder / target).write_text(done.stdout)
+    return done
+
+
+def check(line: str, folder: Path) -> None:
+    done = run_line(line, folder)
+    assert done.returncode == 0, f"{line}\n{done.stderr[-1500:]}"
+    wanted = re.findall(r"(?:--json|--html|--trace|--launch|-o|>) (\S+)", line)
+    assert all((folder / name).exists() for name in wanted), line
+    assert done.stdout.strip() or wanted, line
+
+
+@pytest.mark.parametrize("line", commands(slow=False))
+def test_a_shown_command_runs(line, tmp_path):
+    check(line, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("line", commands(slow=True))
+def test_a_shown_slow_command_runs(line, tmp_path):
+    check(line, tmp_path)
+
+
+def test_every_command_is_shown():
+    from moesim.cli import app
+
+    names = {(command.name or command.callback.__name__) for command in app.registered_commands}
+    text = " ".join(text for _, text in fences("bash"))
+    assert not {n for n in names if f"moesim {n}" not in text} - {"predict"} and "predict" in README
+
+
+def test_options_that_are_named_exist():
+    options = set(re.findall(r"`(--[a-z]+)", README)) | set(re.findall(r" (--[a-z]+)", " ".join(t for m, t in fences("bash") if m not in SETUP)))
+    source = (ROOT / "moesim" / "cli.py").read_text()
+    assert options and not {o for o in options if f'"{o}"' not in source}
+
+
+def test_exit_codes_are_the_ones_of_the_command_line():
+    from moesim import cli
+
+    said = {int(code) for code in re.findall(r"\*\*(\d+)\*\*", README[README.index("Exit codes"):][:400])}
+    assert said == {0, cli.BAD_INPUT, cli.NOTHING_FITS, cli.INTERRUPTED}
+
+
+@pytest.mark.parametrize("marker", SETUP)
+def test_setup_is_one_line(marker):
+    """What CI reads out of the README and runs in fresh environments."""
+    texts = [text for found, text in fences("bash") if found == marker]
+    assert len(texts) == 1 and len(texts[0].strip().splitlines()) == 1 and texts[0].startswith("python3 -m venv .venv")
+    shown_by = subprocess.run(["bash", ".ci/run", "--show", marker], cwd=ROOT, capture_output=True, text=True)
+    assert shown_by.stdout.strip() == texts[0].strip()
