@@ -29,6 +29,7 @@ ASSUMPTION_SIGMA = {
     "routing": 0.05,  # natural over forced routing 0.80 to 0.99 (Megatron-MoE-ModelZoo, Qwen3 and Mixtral)
     "vpp": 0.08, "mbs": 0.10, "gbs": 0.08, "seq": 0.10, "precision": 0.10, "etp": 0.08, "ep": 0.10, "cp": 0.10,
     "dp_or_fsdp": 0.10, "dense_layers": 0.05, "model family": 0.05, "stack": 0.15,
+    "gpu": 0.20,  # 500 W and HBM2e against 700 W and HBM3
 }
 """Standard deviation of ln(throughput) that not knowing a cell adds: priors from published one-knob pairs, about half their range."""
 

@@ -203,12 +203,14 @@ STACKS: tuple[tuple[str, str], ...] = (
 
 _CONFIGS = "https://github.com/NVIDIA-NeMo/Megatron-Bridge/tree/main/scripts/performance/configs"
 RECIPE_DEFAULTS: tuple[tuple[str, str, str, str, str, str], ...] = (
-    (r"NeMo 25\.09", r"^(DeepSeek-V3|Qwen3-30B)", r"^G?B[23]00$", "cuda_graphs", "full_iteration", _CONFIGS),
-    (r"NeMo 25\.09", r"^Qwen3-235B", r"^GB[23]00$", "cuda_graphs", "full_iteration", _CONFIGS),
+    (r"NeMo 25\.09", r"^DeepSeek-V3", r"^G?B[23]00$", "cuda_graphs", "full_iteration", _CONFIGS),
+    (r"NeMo 25\.(09|11)", r"^Qwen3-30B", r"^G?B[23]00$", "cuda_graphs", "full_iteration", _CONFIGS),
+    (r"NeMo 25\.(09|11)", r"^Qwen3-235B", r"^GB[23]00$", "cuda_graphs", "full_iteration", _CONFIGS),
     (r"NeMo 25\.(09|11)", r"^Llama3-8B", r"^G?B[23]00$", "cuda_graphs", "full_iteration", _CONFIGS),
 )
 """What the recipes of a release set where its page is silent: release, model, GPU, column, text, source. Padded token drop has fixed
-shapes, so the MoE recipes of 25.09 capture whole iterations; the dense 8B recipes do so on every Blackwell part."""
+shapes, so the MoE recipes of 25.09, and those of Qwen3 on the first 25.11 page, capture whole iterations; the dense 8B recipes do so on
+every Blackwell part."""
 
 
 def recipe_defaults(row: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:

@@ -13,10 +13,10 @@ from typing import Any, Mapping
 from .load import load_model, preset_names
 from .spec import ModelSpec
 
-ALIASES = {"deepseek_v3_16b": "deepseek_v2_lite", "llama3_1_8b": "llama3_8b", "llama3_1_70b": "llama3_70b", "llama3_405b": "llama3_1_405b",
-           "qwen2_57b": "qwen2_57b_a14b", "moonlight_16b": "moonlight_16b_a3b", "llama_4_maverick": "llama4_maverick",
-           "llama_4_scout": "llama4_scout", "gpt3_175b": "gpt3_175b", "olmoe": "olmoe_1b_7b"}
-"""Names of published tables -> shipped presets, where the spelling differs."""
+ALIASES = {"deepseekv316b": "deepseek_v2_lite", "deepseekv3671b": "deepseek_v3", "llama318b": "llama3_8b", "llama3170b": "llama3_70b",
+           "llama3405b": "llama3_1_405b", "qwen257b": "qwen2_57b_a14b", "qwen330b": "qwen3_30b_a3b", "qwen3235b": "qwen3_235b_a22b",
+           "moonlight16b": "moonlight_16b_a3b", "olmoe": "olmoe_1b_7b"}
+"""Names of published tables, letters and digits only -> shipped presets, where they are not the same."""
 
 _GPT3 = {"gated_mlp": False, "mlp_bias": True, "qkv_bias": True, "out_bias": True, "norm_bias": True, "tie_embeddings": True,
          "num_position_embeddings": 2048, "vocab_size": 51200}
@@ -54,9 +54,10 @@ def model_of(row: Mapping[str, str], seq_len: int) -> tuple[ModelSpec, tuple[str
     """(the model of a row, fields that were assumed). Raises NotExpressible with one reason."""
     name = row.get("model", "").strip()
     _refuse(name, row)
-    values, assumed = _base(name)
-    _apply_columns(values, row)
-    _mtp(values, row, name)
+    preset = preset_of(name)
+    values, assumed = _base(name, preset)
+    _apply_columns(values, row, preset)
+    _mtp(values, row, name, preset)
     if "cut)" in name and values.get("num_experts") and not row.get("dense_layers", "").strip():
         values["num_leading_dense_layers"] = 1
         assumed.append("dense_layers")
@@ -71,9 +72,8 @@ def model_of(row: Mapping[str, str], seq_len: int) -> tuple[ModelSpec, tuple[str
         raise NotExpressible(f"model {name!r}: {_first_line(error)}") from None
 
 
-def _base(name: str) -> tuple[dict[str, Any], list[str]]:
+def _base(name: str, preset: str | None) -> tuple[dict[str, Any], list[str]]:
     """Fields of the preset or family a name belongs to, and what that choice assumes."""
-    preset = preset_of(name)
     if preset:
         return load_model_once(preset).model_dump(), []
     family = next((values for pattern, values in FAMILIES if re.search(pattern, name)), None)
@@ -82,12 +82,15 @@ def _base(name: str) -> tuple[dict[str, Any], list[str]]:
 
 def preset_of(name: str) -> str | None:
     """The shipped preset a published name stands for: "Llama3-70B (12-layer cut)" -> llama3_70b. None where there is none."""
-    for text in (name, re.sub(r"\s*\(.*\)", "", name)):
-        slug = re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
-        slug = ALIASES.get(slug, slug)
-        if slug in preset_names("model"):
-            return slug
+    presets = {_compact(preset): preset for preset in preset_names("model")}
+    for text in (_compact(name), _compact(re.sub(r"\(.*\)", "", name))):
+        if text in presets or text in ALIASES:
+            return presets.get(text) or ALIASES[text]
     return None
+
+
+def _compact(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "", text.lower())
 
 
 @lru_cache(maxsize=None)
@@ -108,14 +111,17 @@ def _refuse(name: str, row: Mapping[str, str]) -> None:
             raise NotExpressible(f"model {name!r}: {why} are not modelled")
 
 
-def _apply_columns(values: dict[str, Any], row: Mapping[str, str]) -> None:
+def _apply_columns(values: dict[str, Any], row: Mapping[str, str], preset: str | None) -> None:
     """Writes the row's own sizes over the base's."""
-    before = (values.get("num_shared_experts"), values.get("moe_intermediate_size"))
+    width, shared = values.get("moe_intermediate_size"), values.get("num_shared_experts", 0)
     for column, field in COLUMNS.items():
         text = row.get(column, "").strip()
         if text:
             values[field] = whole(text, column)
-    if (values.get("num_shared_experts"), values.get("moe_intermediate_size")) != before:
+    # tables count one wide shared expert as one or as many: the preset knows its width, the row only whether there is any
+    if preset and bool(shared) == bool(values["num_shared_experts"]):
+        values["num_shared_experts"] = shared
+    if values.get("moe_intermediate_size") != width or values.get("num_shared_experts", 0) != shared:
         values.pop("shared_intermediate_size", None)
     _attention(values, row)
     dense = row.get("dense_layers", "").strip()
@@ -141,11 +147,11 @@ def _attention(values: dict[str, Any], row: Mapping[str, str]) -> None:
     values.pop("head_dim", None)
 
 
-def _mtp(values: dict[str, Any], row: Mapping[str, str], name: str) -> None:
+def _mtp(values: dict[str, Any], row: Mapping[str, str], name: str, preset: str | None) -> None:
     notes = row.get("notes", "")
     if re.search(r"\b(without|no) MTP\b", notes) or "cut)" in name:
         values["num_mtp_layers"] = 0
-    elif re.search(r"\bwith MTP\b|\bMTP 1\b", notes) or name == "DeepSeek-V3":
+    elif re.search(r"\bwith MTP\b|\bMTP 1\b", notes) or preset == "deepseek_v3":
         values["num_mtp_layers"] = 1  # Megatron and NeMo recipes train DeepSeek-V3 with its one MTP module unless they say not
 
 

@@ -142,6 +142,8 @@ def _parse(row: Mapping[str, str]) -> Run:
     layout = _layout(draft, model, num_gpus)
     workload = _workload(draft, model, layout, seq_len)
     layout = _legal(draft, layout, model, workload, num_gpus)
+    if re.search(r"\bHBM2e\b|\bat \d+ W\b", draft.notes) and row["gpu_type"].upper() == "H100":
+        draft.assumed.append("gpu")  # a variant with less bandwidth and power than the H100 SXM that is priced
     if re.search(r"\bSFT\b", draft.notes):
         draft.ignored.append("fine-tuning data")
     assumed = tuple(dict.fromkeys(draft.assumed))
@@ -160,7 +162,8 @@ def _seq_len(draft: _Draft) -> int:
 
 
 def _cluster(draft: _Draft, num_gpus: int) -> ClusterSpec:
-    gpu = draft.row["gpu_type"].upper().replace(" ", "")
+    found = re.match(r"(?:NVIDIA )?(GB[23]00|B[23]00|[HA]\d00)(?![0-9A-Z])", draft.row["gpu_type"].upper())
+    gpu = found.group(1) if found else ""
     if gpu not in CLUSTERS:
         raise NotExpressible(f"gpu_type: {draft.row['gpu_type']!r} has no shipped cluster; known: {', '.join(CLUSTERS)}")
     domain = draft.row.get("nvlink_domain", "")

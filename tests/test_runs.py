@@ -9,7 +9,7 @@ import pytest
 
 from moesim import run_fields
 from moesim.layout import illegal, parse_layout
-from moesim.run_models import NotExpressible
+from moesim.run_models import NotExpressible, model_of, preset_of
 from moesim.runs import Run, Unsupported, parse_run, parse_runs
 
 FILE = Path(__file__).parent.parent / "calibration" / "measurements" / "published_runs.csv"
@@ -172,6 +172,26 @@ def test_sharding_texts():
     assert run("internevo-7b-a100-64-tp1z8").layout.rep == 8
     hybrid = run("dgxc-mt70-h100-2048-bf16").layout
     assert hybrid.zero == 3 and hybrid.dp // hybrid.rep in (128, 256)
+
+
+@pytest.mark.parametrize("name, preset", [
+    ("Llama-3.1-8B", "llama3_8b"), ("Llama3-70B (12-layer cut)", "llama3_70b"), ("gpt-oss-120b", "gpt_oss_120b"), ("DeepSeek V3", "deepseek_v3"),
+    ("GPT-1.7B (Megatron 2021)", "gpt_1_7b_megatron_2021"), ("Nemotron-4-15B", "nemotron4_15b"), ("Falcon-180B", None),
+])
+def test_spellings_of_names_find_their_preset(name, preset):
+    assert preset_of(name) == preset
+
+
+def test_gpu_spellings():
+    for text, cluster in (("H100 SXM", "hgx_h100"), ("NVIDIA GB200 NVL72", "gb200_nvl72"), ("B300", "hgx_b300")):
+        assert run("internevo-7b-a100-8-tp1z8", gpu_type=text, nvlink_domain="", net_gbps_per_gpu="").cluster.name == cluster
+    assert "no shipped cluster" in reason("internevo-7b-a100-8-tp1z8", gpu_type="MI300X")
+
+
+def test_the_width_of_shared_experts_is_the_presets():
+    model, _ = model_of({**row("pf-mixtral-8x22b-128-folding"), "model": "Qwen2-57B-A14B", "layers": "28", "hidden": "3584", "heads": "28",
+                         "kv_heads_or_mla": "4", "experts": "64", "topk": "8", "shared_experts": "1", "expert_ffn": "2560", "vocab": "151936"}, 4096)
+    assert model.shared_intermediate_size == 20480 and model.flops_per_token(4096) == pytest.approx(84.7e9, rel=0.005)
 
 
 @pytest.mark.parametrize("text, expected", [

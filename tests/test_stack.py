@@ -5,9 +5,12 @@ import re
 import pytest
 from pydantic import ValidationError
 
-from moesim.layout import Layout
+from calibration.folds import MEASUREMENTS, read_excluded
+from moesim.layout import Layout, num_microbatches
 from moesim.load import read_yaml, scenarios_dir
+from moesim.predict import read_rows
 from moesim.run_fields import STACKS
+from moesim.runs import Run, parse_run
 from moesim.stack import Stack, load_stack, stack_names
 
 REQUIRED = {"megatron_core", "megatron_bridge", "nemo", "nemo_automodel", "torchtitan", "olmo_core3_ddp", "olmo_core_fsdp", "megatron_deepspeed",
@@ -59,6 +62,33 @@ def test_defaults_are_a_layout(name):
 def test_graphs_never_raise_launches(name):
     coverage = load_stack(name).graph_coverage
     assert coverage["none"] == 0 <= coverage["layer"] <= coverage["full"] == 1
+
+
+def host_seconds(run, launch_s):
+    """Seconds the host needs to issue forward and backward of one MoE layer, by the stack's counts."""
+    stack, layout, model = run.stack, run.layout, run.model
+    count = stack.launches_attention + stack.launches_moe + stack.launches_per_local_expert * model.num_experts / layout.ep
+    count += stack.launches_mla * (model.attention == "mla") + stack.launches_tp * (layout.tp > 1) + stack.launches_cp * (layout.cp > 1)
+    count += stack.launches_alltoall_extra * (layout.dispatcher == "alltoall" and layout.ep > 1)
+    count *= (stack.fp8_launch_ratio if layout.precision != "bf16" else 1.0) * (1 - stack.graph_coverage[layout.graphs])
+    return count * (1 + stack.backward_launch_ratio) * launch_s
+
+
+def test_issuing_a_layer_takes_no_longer_than_published_layers_do():
+    # 11.3 us: the fastest published PyTorch launch (https://github.com/NVIDIA/dgxc-benchmarking, microbenchmarks/cpu_overhead). A layer
+    # can't end before it is issued, so counts too high by a quarter fail here on the host-bound runs (micro-batch 1, 16 local experts).
+    ratios = []
+    for row in read_rows(MEASUREMENTS / "published_runs.csv"):
+        run = parse_run(row)
+        known = isinstance(run, Run) and run.model.num_experts and ("cuda_graphs" not in run.assumed or "cuda_graphs" in run.pinned)
+        if not known or run.id in read_excluded() or not run.measured.tokens_per_s_per_gpu:
+            continue
+        step = run.workload.global_batch_tokens / run.measured.tokens_per_s_per_gpu / run.cluster.num_gpus
+        rounds = num_microbatches(run.layout, run.workload) + (run.layout.pp - 1) / run.layout.vpp
+        layers = (run.model.num_layers + run.model.num_mtp_layers) / run.layout.pp
+        ratios.append(host_seconds(run, 11.3e-6) / (step / rounds / layers))
+    assert len(ratios) > 90 and max(ratios) < 1.0
+    assert max(ratios) > 0.7  # and some of them are close to it, as their authors say
 
 
 def test_the_two_olmo_stacks_differ_where_their_authors_say():
