@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from calibration import anchoring
 from calibration.anchoring import MIN_RUNS, choose, tokens_per_microbatch
 from calibration.folds import MEASUREMENTS
 from moesim.anchors import PRIORS, fit_anchors, load_anchors
@@ -100,6 +101,14 @@ def test_anchor_rule_is_blind_and_ordered():
         assert all(by_id[i].site == site for i in ids)
         assert sum(run.site == site and bool(run.measured.tokens_per_s_per_gpu) for run in RUNS) >= MIN_RUNS
     assert choose(reversed(RUNS)) == chosen
+
+
+def test_the_command_writes_anchors_and_keeps_them_out_of_the_score(tmp_path):
+    assert anchoring.main([str(tmp_path)]) == 0
+    sites = load_anchors(tmp_path / "anchors.csv")
+    anchors, rest = ((tmp_path / f"{name}.txt").read_text().split() for name in ("anchors", "anchored"))
+    assert sorted(run.id for runs in sites.values() for run in runs) == anchors and not set(anchors) & set(rest)
+    assert {run.site for run in RUNS if run.id in rest} == set(sites)
 
 
 def write(path: Path, rows):
