@@ -30,6 +30,8 @@ from moesim.schedules import SCHEDULES, Action, Pair, flatten, local_chunks
 LAUNCH_QUEUE = 1024
 """Kernels a host may have in flight before a launch blocks (the depth of the CUDA launch queue, as commonly observed:
 https://forums.developer.nvidia.com/t/how-many-kernels-can-be-queued/64126). Assumed; matters only where the host is far ahead."""
+END_OF_STEP = ("grad_reduce", "param_gather", "grad_norm", "router_stats", "loss_reduce")
+"""Collectives of the end of the step (where weights are not resharded), which a site's own factor scales."""
 GRAD_BYTES = {"fp32": 4.0, "bf16": 2.0}
 OPTIMIZER_BYTES = {"fp32": 26.0, "bf16": 18.0, "fp8": 14.0}
 """AdamW traffic a parameter beside the gradient: master read and written (8), two moments read and written (16 in FP32, 8 in
@@ -229,6 +231,8 @@ class _Build:
 
     def _collective(self, role: str, op: Collective, stream: int, deps=(), **kw) -> Task:
         seconds, nvlink, nic, sms, term, _ = self.parts.price(op)
+        if role in END_OF_STEP and not self.sharded:
+            seconds, nvlink, nic = (x * self.parts.site.factor("end_of_step") for x in (seconds, nvlink, nic))
         uses = tuple((n, min(1.0, b / seconds)) for n, b in (("nvlink", nvlink), ("nic", nic)) if b > 0)
         return Task(role, "collective", stream, seconds, self._issue_s(), deps=deps, uses=uses, sms=sms, terms=((role, term, seconds),), **kw)
 

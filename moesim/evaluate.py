@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -16,10 +16,10 @@ from moesim.model_error import ModelError, load_model_error
 from moesim.parts import Parts, layer_parts
 from moesim.plan import Candidate, Skewed
 from moesim.profile import load_profile
-from moesim.program import COMPUTE, Program
-from moesim.schedules import flatten
+from moesim.program import COMM, COMPUTE, Body, Program
 from moesim.screen import item_names, structure_of
 from moesim.space import canonical
+from moesim.site import NEUTRAL, Site
 from moesim.stack import load_stack
 from moesim.timeline import Timeline, breakdown
 
@@ -43,22 +43,33 @@ class Peak:
         return sum(self.categories.values())
 
 
+@dataclass(frozen=True)
+class Quick:
+    """tokens/s/GPU with its 80% interval, peak bytes of the heaviest rank, and whether they fit."""
+
+    tokens_per_s_per_gpu: float
+    low: float
+    high: float
+    peak_bytes: float
+    fits: bool
+
+
 class Evaluator:
     """Predictions for one scenario. ``profile`` and ``stack`` are loaded objects; all layouts share the priced parts."""
 
-    def __init__(self, scenario, profile=None, stack=None, model_error: ModelError | None = None):
-        self.scenario = scenario
+    def __init__(self, scenario, profile=None, stack=None, model_error: ModelError | None = None, site: Site = NEUTRAL):
+        self.scenario, self.site = scenario, site
         self.profile = profile if profile is not None and not isinstance(profile, str) else load_profile(profile or scenario.profile or scenario.cluster.gpu.profile)
         self.stack = stack or load_stack(scenario.stack)
         self.model_error = model_error or load_model_error()
-        self.parts = Parts(scenario.model, scenario.cluster, scenario.workload, self.stack, self.profile)
+        self.parts = Parts(scenario.model, scenario.cluster, scenario.workload, self.stack, self.profile, site)
         self.assembler = Assembler(self.parts)
 
     @cached_property
     def skewed(self) -> "Evaluator":
         """The same under the scenario's stated routing skew."""
         workload = self.scenario.workload.model_copy(update={"routing": self.scenario.workload.skew})
-        return Evaluator(self.scenario.model_copy(update={"workload": workload}), self.profile, self.stack, self.model_error)
+        return Evaluator(self.scenario.model_copy(update={"workload": workload}), self.profile, self.stack, self.model_error, self.site)
 
     @property
     def num_gpus(self) -> int:
@@ -116,17 +127,16 @@ class Evaluator:
         """The step in the engine, with spans."""
         return engine.run(self.program(layout))
 
-    def interval(self, layout: Layout, program: Program, step_s: float, shares: dict[str, float]) -> tuple[float, float]:
+    def interval(self, program: Program, step_s: float, shares: dict[str, float]) -> tuple[float, float]:
         """80% interval of tokens/s/GPU: parameter draws through the longest path, widened by the model's own error (log-normal)."""
         rng = np.random.default_rng(self.scenario.seed)
-        draws = self.profile.sample(rng, NUM_DRAWS)
-        steps = paths.step_draws(program, draws) / paths.step_seconds([program])[0]
-        log = np.log(steps)
-        sigma = math.hypot((np.percentile(log, HIGH) - np.percentile(log, LOW)) / (2 * Z_80), self.model_error.sigma(shares, self.num_gpus))
+        draws = {term: factors ** self.site.narrowing(term) for term, factors in self.profile.sample(rng, NUM_DRAWS).items()}
+        log = np.log(paths.step_draws(program, draws) / paths.step_seconds([program])[0])
+        sigma = math.hypot((np.percentile(log, HIGH) - np.percentile(log, LOW)) / (2 * Z_80), self.model_error.sigma(shares, bool(self.site.anchors)))
         centre = self.tokens_per_s(step_s)
         return centre * math.exp(-Z_80 * sigma), centre * math.exp(Z_80 * sigma)
 
-    def provenance(self, layout: Layout, program: Program) -> dict[str, float]:
+    def provenance(self, program: Program) -> dict[str, float]:
         """Share of the priced seconds (all pipeline ranks, all streams) by provenance class."""
         seconds: dict[str, float] = defaultdict(float)
         times = np.bincount([k for row in program.body_index for k in row], minlength=len(program.bodies))
@@ -140,13 +150,20 @@ class Evaluator:
         total = sum(by_class.values()) or 1.0
         return {name: by_class[name] / total for name in PROVENANCE if by_class[name] > 0}
 
+    def quick(self, layout: Layout) -> Quick:
+        """Speed, interval and memory of one layout, without spans, breakdown or skew."""
+        program = self.program(layout)
+        step_s = engine.run(program, spans=False).makespan
+        low, high = self.interval(program, step_s, self.provenance(program))
+        peak = self.peak(layout).total
+        return Quick(self.tokens_per_s(step_s), low, high, peak, peak <= self.budget_bytes)
+
     def candidate(self, layout: Layout, timeline: Timeline, program: Program, evaluator: str = "engine", *, with_skew: bool = True) -> Candidate:
         """Everything a plan says about one layout that was played."""
         step_s, peak = timeline.makespan, self.peak(layout)
-        rank = critical_rank(timeline)
-        where = breakdown(timeline, rank)
-        shares = self.provenance(layout, program)
-        low, high = self.interval(layout, program, step_s, shares)
+        where = breakdown(timeline, critical_rank(program))
+        shares = self.provenance(program)
+        low, high = self.interval(program, step_s, shares)
         peak_flops = self.scenario.cluster.gpu.peak_flops["bf16"]
         model_flops = self.scenario.model.flops_per_token(self.scenario.workload.seq_len)
         rate = self.tokens_per_s(step_s)
@@ -184,9 +201,16 @@ def routing_name(routing) -> str:
     return routing.kind if detail is None else f"{routing.kind}({detail})"
 
 
-def critical_rank(timeline: Timeline) -> int:
-    """The rank with most work: the one that the others wait for."""
-    return max(range(timeline.num_ranks), key=lambda r: (timeline.busy(r, COMPUTE), -r))
+def critical_rank(program: Program) -> int:
+    """The rank with most work, exposed communication included: the one that the others wait for."""
+    busy = [_busy(body) for body in program.bodies]
+    return max(range(program.num_ranks), key=lambda r: (sum(busy[k] for k in program.body_index[r]), -r))
+
+
+def _busy(body: Body) -> float:
+    """Seconds one entry keeps its rank: compute and the collectives between, which in a pair run beside each other."""
+    compute, comm = (sum(t.seconds for t in body if t.stream == stream) for stream in (COMPUTE, COMM))
+    return max(compute, comm) if any(t.input == 1 for t in body) else compute + comm
 
 
 GROUPS = {
@@ -221,9 +245,3 @@ def limit(where: dict[str, float]) -> str:
     return ", ".join(f"{name} {100 * seconds / total:.0f}%" for name, seconds in top)
 
 
-def as_pinned(candidate: Candidate) -> Candidate:
-    return replace(candidate, pinned=True)
-
-
-def count_actions(program: Program) -> int:
-    return sum(1 for order in program.orders for _ in flatten(order))

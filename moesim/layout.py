@@ -297,7 +297,7 @@ def _attention_shards(layout, model, workload, num_gpus):
     kv_heads = model.num_kv_heads if model.attention == "gqa" else model.num_heads
     if model.num_heads % layout.tp:
         return f"tp{layout.tp} does not divide {model.num_heads} attention heads"
-    if kv_heads % layout.tp:
+    if kv_heads % layout.tp and layout.tp % kv_heads:
         return f"tp{layout.tp} does not divide {kv_heads} key-value heads"
     chunk = 2 * layout.cp if layout.cp > 1 else 1
     if workload.seq_len % (chunk * layout.tp):

@@ -14,16 +14,20 @@ from pydantic import BaseModel, ConfigDict, Field
 
 class ModelError(BaseModel):
     """Standard deviations of log(predicted / measured) beyond parameter spread. ``base``: layouts whose stack and GPU kind are
-    known; ``extrapolated`` is added in quadrature in proportion to the share of extrapolated, datasheet or assumed seconds."""
+    known; ``extrapolated`` is added in quadrature in proportion to the share of extrapolated, datasheet or assumed seconds;
+    ``anchored`` takes the place of both where runs of the site were refitted."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
     base: float = Field(ge=0, le=2)
     extrapolated: float = Field(ge=0, le=2)
+    anchored: float = Field(ge=0, le=2)
     num_runs: int = Field(ge=0)
     source: str
 
-    def sigma(self, shares: dict[str, float], num_gpus: int) -> float:
+    def sigma(self, shares: dict[str, float], anchored: bool = False) -> float:
         """Log standard deviation for a prediction with these provenance shares."""
+        if anchored:
+            return self.anchored
         far = sum(shares.get(name, 0.0) for name in ("extrapolated", "datasheet", "assumed"))
         return (self.base**2 + (self.extrapolated * far) ** 2) ** 0.5
 
@@ -33,4 +37,4 @@ def load_model_error(path: Path | None = None) -> ModelError:
     """The shipped model error."""
     from moesim.load import read_yaml, scenarios_dir
 
-    return ModelError(**read_yaml(path or scenarios_dir() / "model_error.yaml"))
+    return ModelError(**read_yaml(path or scenarios_dir() / "model_error.yaml").data)

@@ -6,6 +6,7 @@ distinct parts, so every part is built, priced (one vectorised call for all new 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Iterable, NamedTuple
 
@@ -19,6 +20,7 @@ from moesim.program import COMM as COMM_STREAM
 from moesim.program import COMPUTE as COMPUTE_STREAM
 from moesim.program import Task
 from moesim.routing import expert_load
+from moesim.site import NEUTRAL, Site
 
 LAYER_KINDS = ("dense", "moe")
 LOAD_MICROBATCHES = 8
@@ -96,12 +98,12 @@ class Part:
 class Parts:
     """Cache of priced parts for one model, cluster, workload, stack and profile."""
 
-    def __init__(self, model, cluster, workload, stack, profile):
-        self.model, self.cluster, self.workload, self.stack, self.profile = model, cluster, workload, stack, profile
+    def __init__(self, model, cluster, workload, stack, profile, site: Site = NEUTRAL):
+        self.model, self.cluster, self.workload, self.stack, self.profile, self.site = model, cluster, workload, stack, profile, site
         self.cache: dict[PartKey, Part] = {}
         self.prices: dict[Op, tuple] = {}
         self.tasks: dict[tuple[PartKey, str, bool], tuple[Task, ...]] = {}
-        self.launch_s = profile.host.launch_s[cluster.gpu.host_cpu]
+        self.launch_s = profile.host.launch_s[cluster.gpu.host_cpu] * site.factor("host")
         self.num_moe = max(1, model.layer_kinds().count("moe")) if model.num_experts else 1
 
     def key(self, name: str, layout) -> PartKey:
@@ -119,7 +121,7 @@ class Parts:
         for key, layout in wanted:
             if key not in self.cache and key not in blocks:
                 blocks[key] = self._blocks(key, layout)
-        self.price_ops(n.op for pair in blocks.values() for block in pair for n in block)
+        self.price_ops(self._kernel(n.op)[0] for pair in blocks.values() for block in pair for n in block)
         for key, (forward, adjoint) in blocks.items():
             self.cache[key] = self._part(key, forward, adjoint)
 
@@ -136,7 +138,16 @@ class Parts:
         p = self.profile.price(new, self.cluster)
         names = [t.name for t in self.profile.terms]
         for i, op in enumerate(new):
-            self.prices[op] = (float(p.seconds[i]), float(p.nvlink_s[i]), float(p.nic_s[i]), int(p.sms[i]), names[p.term[i]], PROVENANCE[p.provenance[i]])
+            seconds, nic = self._at_site(op, float(p.seconds[i]), float(p.nic_s[i]))
+            self.prices[op] = (seconds, float(p.nvlink_s[i]), nic, int(p.sms[i]), names[p.term[i]], PROVENANCE[p.provenance[i]])
+
+    def _at_site(self, op: Op, seconds: float, nic: float) -> tuple[float, float]:
+        """(seconds, NIC seconds) with the site's factors: tensor cores, the leg that crosses NICs, a dispatcher's proxies."""
+        if isinstance(op, (Gemm, GroupedGemm)):
+            return seconds * self.site.factor("gemm"), nic
+        slower = nic * (self.site.factor("nic") - 1.0)
+        proxy = self.site.proxy_seconds(op.group.instances(self.cluster.domain)) if isinstance(op, Dispatch) else 0.0
+        return max(seconds + slower + proxy, 0.05 * seconds), nic + slower
 
     def price(self, op: Op) -> tuple:
         if op not in self.prices:
@@ -201,7 +212,7 @@ class Parts:
             return block
         nodes: list[Node] = []
         for n in block:
-            if n.phase != "W":
+            if n.phase != "W" or not isinstance(n.op, (Gemm, GroupedGemm)):
                 nodes.append(n)
                 continue
             op = n.op
@@ -232,7 +243,20 @@ class Parts:
         return part
 
     def _priced(self, block: Block) -> tuple[Priced, ...]:
-        return tuple(Priced(n, *self.prices[n.op], n.launches * self.launch_s) for n in block)
+        return tuple(self._price_node(n) for n in block)
+
+    def _price_node(self, node: Node) -> Priced:
+        op, times = self._kernel(node.op)
+        seconds, *rest = self.prices[op]
+        return Priced(node, seconds * times, *rest, node.launches * self.launch_s)
+
+    def _kernel(self, op: Op) -> tuple[Op, int]:
+        """What this software launches for an op, and how often: a stack without grouped kernels runs one GEMM an expert."""
+        if not isinstance(op, GroupedGemm) or self.stack.grouped_gemm == "grouped":
+            return op, 1
+        rows = max(1, math.ceil(op.rows / op.groups))
+        one = Gemm(op.k, op.n, rows, op.dtype, accumulate=True) if op.grad == "weight" else Gemm(rows, op.n, op.k, op.dtype)
+        return one, op.groups
 
     def runs(self, part: Part, letter: str, fuse: bool = True) -> tuple[Task, ...]:
         """Tasks of one part for one letter; see ``Part``."""

@@ -153,10 +153,10 @@ class Screen:
 
     def _bound(self, rows, structure: memory.Structure, schedule: str, num_mb: int, paired: bool) -> np.ndarray:
         """Lower bound of the step: the schedule played on lower bounds of its actions, and what no overlap can hide at its end."""
-        durations = self._durations(rows, structure)
         pp = structure.num_ranks
-        orders, placement = orders_of(schedule, pp, num_mb, len(placement_of(structure)) // pp, paired)
-        return screen_structure(orders, placement, durations) + self._tail(rows, structure)
+        vpp = len(structure.placement) // pp
+        through = screen_structure(lambda m: orders_of(schedule, pp, m, vpp, paired), num_mb, self._durations(rows, structure))
+        return through + self._tail(rows, structure)
 
     def _durations(self, rows, structure: memory.Structure) -> Durations:
         """Seconds [rows, stages] that one action of each letter can't beat, by lane."""
@@ -167,11 +167,11 @@ class Screen:
             compute[x], path[x] = compute[x] + out, path[x] + out
         for x in "BW":
             compute[x], path[x] = compute[x] + into, path[x] + into
-        data = {"F": gather, "B": gather, "I": gather, "W": np.zeros_like(gather)}
-        reduced = {"F": np.zeros_like(reduce), "I": np.zeros_like(reduce), "B": reduce, "W": reduce}
-        single = {x: np.maximum.reduce([path[x], host[x], data[x], reduced[x]]) for x in LETTERS}
+        none = np.zeros_like(gather)
+        data = {"F": gather, "B": gather, "I": gather, "W": none}
+        reduced = {"F": none, "B": reduce, "I": none, "W": reduce}
         lanes = {x: np.stack([compute[x], comm[x], data[x], reduced[x], host[x]]) for x in LETTERS}
-        return Durations(single, path, lanes, self._hop(rows))
+        return Durations(path, lanes, self._hop(rows))
 
     def _hop(self, rows) -> np.ndarray:
         v = self.value
@@ -199,11 +199,8 @@ class Screen:
         least_dense, least_expert = dense.min(axis=1), expert.min(axis=1)
         kind = "reduce_scatter"
         reduce = np.where(after, self._collectives(kind, rows, least_dense, least_expert), 0.0)
-        return reduce + np.where(gathers, self._collectives("all_gather", rows, least_dense, least_expert), 0.0)
-
-
-def placement_of(structure: memory.Structure) -> tuple[int, ...]:
-    return structure.placement
+        gather = np.where(gathers, self._collectives("all_gather", rows, least_dense, least_expert), 0.0)
+        return (reduce + gather) * self.parts.site.factor("end_of_step")
 
 
 def structure_of(model, layout, num_mb: int, items: tuple[str, ...]) -> memory.Structure:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -17,7 +18,7 @@ from typing import Any, Callable, Iterator
 import numpy as np
 
 from moesim import engine, paths, whynot
-from moesim.evaluate import Evaluator, as_pinned, routing_name
+from moesim.evaluate import Evaluator, routing_name
 from moesim.layout import Layout
 from moesim.ops import OP_KINDS
 from moesim.parts import kind_of
@@ -66,6 +67,13 @@ def simulate(scenario, layout_text: str | None = None, *, profile=None, anchors=
     return evaluator.candidate(layout, timeline, program), timeline
 
 
+def run_simulator(anchors=None):
+    """What ``predict`` plays each published run with; ``anchors``: a file whose runs refit the sites they belong to."""
+    from moesim.anchored import RunSimulator, sites_from_file
+
+    return RunSimulator(sites_from_file(anchors) if anchors is not None else {})
+
+
 def list_ops(scenario, layout_text: str | None = None, *, top: int = 5) -> Iterator[dict[str, Any]]:
     """Every distinct op that a layout's step (or the steps of the ``top`` layouts by bound) is made of, with how often it runs
     in one microbatch of its part and what the profile says: JSON-ready dicts, most expensive first."""
@@ -98,9 +106,9 @@ def op_dict(op) -> dict[str, Any]:
 def _evaluator(scenario, profile, anchors) -> Evaluator:
     if anchors is None:
         return Evaluator(scenario, profile)
-    from moesim.anchored import anchored_evaluator
+    from moesim.anchored import site_from_file
 
-    return anchored_evaluator(scenario, profile, anchors)
+    return Evaluator(scenario, profile, site=site_from_file(anchors, scenario))
 
 
 class _Found:
@@ -130,7 +138,9 @@ class _pool:
         if self.workers < 2 or len(items) < 2 or "fork" not in multiprocessing.get_all_start_methods():
             return [function(item) for item in items]
         if self.executor is None:
-            self.executor = ProcessPoolExecutor(self.workers, mp_context=multiprocessing.get_context("fork"))
+            # Ctrl-C is the parent's to answer: workers would each print a traceback.
+            ignore = (signal.SIGINT, signal.SIG_IGN)
+            self.executor = ProcessPoolExecutor(self.workers, mp_context=multiprocessing.get_context("fork"), initializer=signal.signal, initargs=ignore)
         return list(self.executor.map(function, items))
 
     def __exit__(self, *_) -> None:
@@ -207,7 +217,7 @@ def _describe(evaluator: Evaluator, found: _Found, top: int, pinned: Layout | No
     tell("describing", 0, len(layouts))
     results = pool.map(_candidate, [(layout, i == 0) for i, layout in enumerate(layouts)])
     tell("describing", len(layouts), len(layouts))
-    described = [as_pinned(c) if pinned is not None and c.layout == str(pinned) else c for c, _ in results]
+    described = [replace(c, pinned=True) if pinned is not None and c.layout == str(pinned) else c for c, _ in results]
     ranked = sorted(described, key=lambda c: (not c.fits, c.step_s))
     return _mark_ties(ranked), results[0][1] if results else []
 
@@ -230,7 +240,7 @@ def _assemble(scenario, evaluator, space, screened, fits, found, described, meas
     winner = candidates[0] if candidates and candidates[0].fits else None
     rejections = whynot.explain(evaluator, space, screened, fits, found, winner)
     return Plan(
-        scenario=_scenario(scenario), profile=_profile(evaluator), num_layouts=len(space), num_fit=int(fits.sum()), num_bounded=found.num_bounded,
+        scenario=_scenario(evaluator), profile=_profile(evaluator), num_layouts=len(space), num_fit=int(fits.sum()), num_bounded=found.num_bounded,
         num_path=len(found.path), num_played=len(found.engine), gap=found.gap, elapsed_s=time.monotonic() - started, candidates=tuple(candidates),
         rejections=tuple(rejections), cost=_cost(scenario), memory_rule=_memory_rule(scenario), warnings=_warnings(scenario, evaluator),
         measured=whynot.compare_measured(evaluator, candidates, measured), timeline=tuple(spans),
@@ -240,15 +250,16 @@ def _assemble(scenario, evaluator, space, screened, fits, found, described, meas
 def _nothing_legal(scenario, evaluator, space, started) -> Plan:
     rejections = [Rejection("not legal", count, reason, "", "") for reason, count in space.dropped.items()]
     return Plan(
-        scenario=_scenario(scenario), profile=_profile(evaluator), num_layouts=0, num_fit=0, num_bounded=0, num_path=0, num_played=0, gap=None,
+        scenario=_scenario(evaluator), profile=_profile(evaluator), num_layouts=0, num_fit=0, num_bounded=0, num_path=0, num_played=0, gap=None,
         elapsed_s=time.monotonic() - started, candidates=(), rejections=tuple(rejections), cost=_cost(scenario), memory_rule=_memory_rule(scenario),
     )
 
 
-def _scenario(s) -> dict[str, Any]:
+def _scenario(evaluator: Evaluator) -> dict[str, Any]:
+    s = evaluator.scenario
     return {
         "name": s.name, "hash": s.hash, "model": s.model.name, "cluster": s.cluster.name, "num_nodes": s.cluster.num_nodes, "num_gpus": s.cluster.num_gpus,
-        "gpu": s.cluster.gpu.name, "hbm_bytes": s.cluster.gpu.hbm_bytes, "stack": s.stack, "seq_len": s.workload.seq_len,
+        "gpu": s.cluster.gpu.name, "hbm_bytes": s.cluster.gpu.hbm_bytes, "memory_limit_bytes": evaluator.budget_bytes, "stack": s.stack, "seq_len": s.workload.seq_len,
         "global_batch_tokens": s.workload.global_batch_tokens, "num_params": s.model.num_params, "num_active_params": s.model.num_active_params,
         "routing": routing_name(s.workload.routing), "skew": routing_name(s.workload.skew),
     }
@@ -256,7 +267,7 @@ def _scenario(s) -> dict[str, Any]:
 
 def _profile(evaluator: Evaluator) -> dict[str, Any]:
     p = evaluator.profile
-    return {"name": p.name, "gpu": p.gpu, "parent": p.parent, "anchored": getattr(evaluator, "anchored", False), "model_error": evaluator.model_error.source}
+    return {"name": p.name, "gpu": p.gpu, "parent": p.parent, "anchored": evaluator.site.text, "model_error": evaluator.model_error.source}
 
 
 def _cost(s) -> Cost:

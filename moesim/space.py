@@ -164,7 +164,7 @@ def _degrees(t: _Table, values, model, workload, world: int) -> None:
     if values["dp"]:
         t.keep(np.isin(t["dp"], values["dp"]), "dp is not among the values asked for")
     kv = model.num_kv_heads if model.attention == "gqa" else model.num_heads
-    t.keep((model.num_heads % t["tp"] == 0) & (kv % t["tp"] == 0), "tp does not divide the attention heads")
+    t.keep((model.num_heads % t["tp"] == 0) & ((kv % t["tp"] == 0) | (t["tp"] % kv == 0)), "tp does not divide the attention heads")
     kinds = model.layer_kinds()
     widths = [w for w in (model.intermediate_size if "dense" in kinds else 0, model.shared_intermediate_size) if w]
     t.keep(np.all([w % t["tp"] == 0 for w in widths] or [np.ones(t.size, bool)], axis=0), "tp does not divide an FFN width")

@@ -134,7 +134,7 @@ def _gqa(chain: _Chain, model, window) -> None:
     d, hd, heads, kv = model.hidden_size, model.head_dim, model.num_heads, model.num_kv_heads
     out = (heads + 2 * kv) * hd
     chain.quantise("quant_qkv", d, "seq")
-    chain.gemm("qkv", "qkv", out, d, "column", bias=model.qkv_bias, saved=2.0 * out * chain.work.tokens)
+    chain.gemm("qkv", "qkv", out, d, "qkv", bias=model.qkv_bias, saved=2.0 * out * chain.work.tokens)
     if model.qk_norm != "none":
         gains = float(2 * hd if model.qk_norm == "per_head" else (heads + kv) * hd)
         # Backward of a norm needs its input: the projections are kept beside the normalised heads.

@@ -68,8 +68,8 @@ def _family(evaluator, space, screened, fits, known, winner, field, value, rows,
 
 def _causes(evaluator: Evaluator, layout, row: int, played: dict[int, dict[str, float]]) -> dict[str, float]:
     if row not in played:
-        timeline = engine.run(evaluator.program(layout))
-        played[row] = grouped(breakdown(timeline, critical_rank(timeline)))
+        program = evaluator.program(layout)
+        played[row] = grouped(breakdown(engine.run(program), critical_rank(program)))
     return played[row]
 
 

@@ -21,11 +21,11 @@ def shard(block: Block, layout, model) -> Block:
     if layout.tp == 1:
         return block
     full_tokens = {n.key: n.op.m for n in block if isinstance(n.op, Gemm)}
-    cut = Block(tuple(_CUTS[n.shard](n, layout.tp) for n in block))
+    cut = Block(tuple(_CUTS[n.shard](n, layout.tp, model) for n in block))
     group = layout.groups["tp"]
     gathered: set[str] = set()
     for node in block:
-        if node.shard == "column" and node.deps[0] not in gathered:
+        if node.shard in ("column", "qkv") and node.deps[0] not in gathered:
             # Readers of one tensor share one gather: the two up-projections of MLA read two halves of one latent.
             gathered.add(node.deps[0])
             size = 2.0 * full_tokens[node.key] * node.op.k
@@ -42,39 +42,46 @@ def shard(block: Block, layout, model) -> Block:
     return cut
 
 
-def _column(node: Node, tp: int) -> Node:
+def _column(node: Node, tp: int, model) -> Node:
     return replace(node, op=replace(node.op, n=node.op.n // tp), params=node.params / tp, saved=node.saved / tp)
 
 
-def _row(node: Node, tp: int) -> Node:
+def _row(node: Node, tp: int, model) -> Node:
     return replace(node, op=replace(node.op, k=node.op.k // tp), params=node.params / tp, saved=node.saved / tp)
 
 
-def _heads(node: Node, tp: int) -> Node:
+def _qkv(node: Node, tp: int, model) -> Node:
+    """Query, key and value projection; with fewer key-value heads than ranks every rank keeps a copy of one."""
+    heads = model.num_heads // tp + 2 * max(1, model.num_kv_heads // tp)
+    share = heads / (model.num_heads + 2 * model.num_kv_heads)
+    return replace(node, op=replace(node.op, n=heads * model.head_dim), params=node.params * share, saved=node.saved * share)
+
+
+def _heads(node: Node, tp: int, model) -> Node:
     if isinstance(node.op, Collective):
-        return replace(node, op=replace(node.op, bytes=node.op.bytes / tp))
-    op = replace(node.op, num_heads=node.op.num_heads // tp, num_kv_heads=node.op.num_kv_heads // tp)
+        return replace(node, op=replace(node.op, bytes=node.op.bytes / min(tp, model.num_kv_heads)))
+    op = replace(node.op, num_heads=node.op.num_heads // tp, num_kv_heads=max(1, node.op.num_kv_heads // tp))
     return replace(node, op=op, params=node.params / tp, saved=node.saved / tp)
 
 
-def _tokens(node: Node, tp: int) -> Node:
-    return divide_tokens(node, tp)
+def _tokens(node: Node, tp: int, model) -> Node:
+    return divide_tokens(node, tp, model)
 
 
-def _inner(node: Node, tp: int) -> Node:
+def _inner(node: Node, tp: int, model) -> Node:
     return replace(node, op=replace(node.op, moved=node.op.moved / tp), saved=node.saved / tp)
 
 
-def _vocab(node: Node, tp: int) -> Node:
-    return replace(_tokens(node, tp), params=node.params / tp)
+def _vocab(node: Node, tp: int, model) -> Node:
+    return replace(_tokens(node, tp, model), params=node.params / tp)
 
 
-def _expert(node: Node, tp: int) -> Node:
+def _expert(node: Node, tp: int, model) -> Node:
     assert isinstance(node.op, GroupedGemm)
-    return _tokens(node, tp)
+    return _tokens(node, tp, model)
 
 
 _CUTS = {
-    "column": _column, "row": _row, "heads": _heads, "seq": _tokens, "rows": _tokens, "inner": _inner, "vocab": _vocab,
-    "expert": _expert, "none": lambda node, tp: node,
+    "column": _column, "qkv": _qkv, "row": _row, "heads": _heads, "seq": _tokens, "rows": _tokens, "inner": _inner, "vocab": _vocab,
+    "expert": _expert, "none": lambda node, tp, model: node,
 }

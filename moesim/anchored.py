@@ -1,0 +1,52 @@
+"""How do a site's own runs change its predictions? (Published-run rows -> site constants -> evaluators that use them.)"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Mapping, Sequence
+
+from moesim.anchors import PRIORS, fit_anchors, load_anchors
+from moesim.evaluate import Evaluator, Quick
+from moesim.runs import Run
+from moesim.site import NEUTRAL, Site
+
+
+@dataclass(frozen=True)
+class RunSimulator:
+    """Run -> Quick; ``sites`` holds refitted constants by site name. Picklable, so that processes can share it."""
+
+    sites: Mapping[str, Site] = field(default_factory=dict)
+
+    def __call__(self, run: Run) -> Quick:
+        evaluator = _evaluator(run, self.sites.get(run.site, NEUTRAL))
+        return evaluator.quick(evaluator.legal(run.layout))
+
+
+def _evaluator(run: Run, site: Site) -> Evaluator:
+    return Evaluator(run.scenario(), stack=run.stack, site=replace(site, proxy_dispatcher=run.proxy_dispatcher))
+
+
+def fit_site(runs: Sequence[Run]) -> Site:
+    """Constants of one site from its measured runs. Constants that none of the runs exercises stay at 1."""
+    def rates(multipliers: Mapping[str, float]) -> list[float]:
+        return [RunSimulator({run.site: Site(multipliers)})(run).tokens_per_s_per_gpu for run in runs]
+
+    found = fit_anchors([run.measured.tokens_per_s_per_gpu for run in runs], rates)
+    return Site(found.multipliers, found.learned(PRIORS), tuple(run.id for run in runs), found.after)
+
+
+def sites_from_file(path: str | Path) -> dict[str, Site]:
+    """Site name -> constants, from a CSV in the columns of published_runs.csv. ValueError (one line) on a bad row."""
+    return {name: fit_site(runs) for name, runs in load_anchors(path).items()}
+
+
+def site_from_file(path: str | Path, scenario) -> Site:
+    """The site that a scenario's anchors describe: all rows of the file must be one site, on the scenario's GPU."""
+    sites = load_anchors(path)
+    if len(sites) > 1:
+        raise ValueError(f"{path}: anchors of {len(sites)} sites ({', '.join(sorted(sites)[:3])}); a plan takes the runs of one")
+    (runs,) = sites.values()
+    if runs[0].cluster.gpu.name != scenario.cluster.gpu.name:
+        raise ValueError(f"{path}: anchors ran on {runs[0].cluster.gpu.name}, the scenario plans for {scenario.cluster.gpu.name}")
+    return fit_site(runs)
