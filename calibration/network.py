@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from types import SimpleNamespace
 from typing import Sequence
 
 import numpy as np
@@ -12,7 +11,8 @@ from calibration.clean import Row
 from calibration.fit import Result, fit
 from calibration.models import column, measured
 from moesim.costs import collectives, dispatch
-from moesim.costs.collectives import Curve, Reach
+from moesim.costs.base import Reach
+from moesim.costs.collectives import Curve
 from moesim.pricing import expected_copies
 from moesim.profile import MeasuredCurve
 

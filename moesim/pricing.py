@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from moesim.costs import attention, collectives, dispatch, gemm, grouped_gemm, memory_bound
-from moesim.costs.collectives import Reach
+from moesim.costs.base import Reach
 from moesim.ops import BYTES_PER_ELEMENT, Attention, Collective, Dispatch, Gemm, GroupedGemm, MemoryBound
+from moesim.routing import distinct_groups
 
 PROVENANCE = ("measured", "interpolated", "extrapolated", "datasheet", "assumed")
 INTERPOLATED, EXTRAPOLATED = PROVENANCE.index("interpolated"), PROVENANCE.index("extrapolated")
@@ -210,11 +211,14 @@ def _routes(ops, where, kind) -> dispatch.Routes:
     return dispatch.Routes(tokens * kept, hidden * width, rank, node, load, np.maximum(sms, 1.0), combine > 0)
 
 
-def expected_copies(inside, outside, num_experts, top_k, limit):
-    """Expected copies of a token over distinct ranks and distinct domains (never more than its routes)."""
-    node = dispatch.distinct(outside, num_experts, top_k, limit)
-    rank = dispatch.distinct(inside * outside, num_experts, top_k)
-    return max(rank, node), node
+def expected_copies(inside: int, outside: int, num_experts: int, top_k: int, limit: int | None) -> tuple[float, float]:
+    """Expected copies of a token over distinct ranks and distinct domains (never more than its routes). Experts that don't divide
+    are padded up to the next multiple."""
+    def reached(groups, most=None):
+        padded = -(-num_experts // groups) * groups
+        return distinct_groups(groups, padded, min(top_k, padded), most)
+    node = reached(outside, limit)
+    return max(reached(inside * outside), node), node
 
 
 _PRICERS = {

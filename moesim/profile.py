@@ -11,17 +11,20 @@ from pathlib import Path
 from typing import Literal, Sequence
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from moesim.costs import COSTS
 from moesim.costs.collectives import Curve, monotone
+from moesim.document import SpecError, read_yaml
+from moesim.load import scenarios_dir
 from moesim.ops import Op
 from moesim.pricing import Prices, price_ops
 
-PROFILES = Path(__file__).resolve().parent.parent / "scenarios" / "profiles"
+PROFILES = scenarios_dir() / "profiles"
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Fit(_Frozen):
@@ -119,6 +122,17 @@ class HardwareProfile(_Frozen):
     host: Host
     gammas: tuple[Gamma, ...]
 
+    @model_validator(mode="after")
+    def _complete(self) -> HardwareProfile:
+        for term in self.terms:
+            if term.kind not in COSTS:
+                raise ValueError(f"term {term.name!r} is of kind {term.kind!r}; known are {', '.join(COSTS)}")
+            needed = {p.name for p in COSTS[term.kind].PARAMETERS} if term.kind in ("gemm", "grouped_gemm", "attention", "memory_bound") else set()
+            missing = sorted(needed - set(term.parameters))
+            if missing:
+                raise ValueError(f"term {term.name!r} lacks the parameter {missing[0]!r}")
+        return self
+
     @cached_property
     def term_index(self) -> dict[str, int]:
         return {term.name: index for index, term in enumerate(self.terms)}
@@ -187,14 +201,12 @@ def load_profile(name_or_path: str | Path) -> HardwareProfile:
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in PROFILES.glob("*.yaml")))
         raise ValueError(f"no hardware profile {str(name_or_path)!r}: known are {known}; or give the path of a YAML file")
-    import yaml
-
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        data = yaml.load(path.read_text(), Loader=loader)
-        return HardwareProfile.model_validate(_tuples(data))
-    except (yaml.YAMLError, ValueError, OSError) as error:
-        raise ValueError(f"{path}: not a hardware profile: {str(error).splitlines()[0]}") from None
+        return HardwareProfile.model_validate(_tuples(read_yaml(path).data))
+    except SpecError:
+        raise
+    except ValueError as error:
+        raise SpecError(f"{path}: not a hardware profile: {' '.join(str(error).split())[:200]}") from None
 
 
 def _tuples(value):

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from moesim.costs import COSTS, attention, collectives, dispatch, fused_ffn, gemm, grouped_gemm, memory_bound
-from moesim.costs.collectives import Curve, Reach
+from moesim.costs.base import Reach
+from moesim.costs.collectives import Curve
 from moesim.costs.tiles import tile_seconds
+from moesim.pricing import expected_copies
 from moesim.profile import load_profile
 
 SIZES = np.unique(np.round(np.geomspace(1, 200_000, 120)))
@@ -147,6 +149,9 @@ def test_dispatch_is_monotone_in_tokens_and_sms_and_respects_both_wires():
 
 
 @pytest.mark.parametrize("nodes,expected", [(2, 1.99), (4, 3.61), (8, 5.29)])
-def test_distinct_nodes_hypergeometric(nodes, expected):
-    assert dispatch.distinct(nodes, 256, 8) == pytest.approx(expected, abs=0.005)
-    assert dispatch.distinct(nodes, 256, 8, limit=2) <= 2
+def test_copies_follow_the_hypergeometric_count(nodes, expected):
+    """256 experts, 8 drawn: the distinct nodes of https://arxiv.org/abs/2412.19437's layout."""
+    assert expected_copies(8, nodes, 256, 8, None)[1] == pytest.approx(expected, abs=0.005)
+    rank, node = expected_copies(8, nodes, 256, 8, 2)
+    assert node <= 2 and node <= rank <= 8
+    assert expected_copies(8, 3, 256, 8, None)[0] <= 8

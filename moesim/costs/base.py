@@ -1,8 +1,11 @@
-"""What is a declared parameter of a cost model? (name, unit, bounds: what a fit may move, and how far.)"""
+"""What do all cost models share? (declared parameters: what a fit may move, and how far; where a group of ranks lives)"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +27,14 @@ class Parameter:
 
     def __post_init__(self) -> None:
         assert self.low <= self.start <= self.high, self
+
+
+class Reach(NamedTuple):
+    """Where a group lives, one value an op: ``inside`` members share a domain, ``outside`` domains take part; link rates in
+    bytes/s per GPU and direction; ``latency`` = seconds the fabric adds a hop (0 when the transport's own figure is all there is)."""
+
+    inside: np.ndarray
+    outside: np.ndarray
+    nvlink: np.ndarray
+    nic: np.ndarray
+    latency: np.ndarray

@@ -11,7 +11,7 @@ from typing import Mapping, NamedTuple, Sequence
 
 import numpy as np
 
-from moesim.costs.base import Parameter
+from moesim.costs.base import Parameter, Reach
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv")
 PARAMETERS = (
@@ -48,17 +48,6 @@ def monotone(seconds: Sequence[float]) -> np.ndarray:
 
 def _median(values: Sequence[float]) -> float:
     return sorted(values)[(len(values) - 1) // 2]
-
-
-class Reach(NamedTuple):
-    """Where a group lives, one value an op: ``inside`` members share a domain, ``outside`` domains take part; link rates in
-    bytes/s per GPU and direction; ``latency`` = seconds the fabric adds a hop (0 when the transport's own figure is all there is)."""
-
-    inside: np.ndarray
-    outside: np.ndarray
-    nvlink: np.ndarray
-    nic: np.ndarray
-    latency: np.ndarray
 
 
 def curve_seconds(curve: Curve, num_bytes):

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moesim.costs.base import Parameter
-from moesim.costs.collectives import Reach
+from moesim.costs.base import Parameter, Reach
 
 DISPATCHERS = ("alltoall", "sync_free", "dedup", "dedup_v1")
 PARAMETERS = (
@@ -33,17 +32,6 @@ class Routes(NamedTuple):
     load: np.ndarray
     sms: np.ndarray
     combine: np.ndarray
-
-
-def distinct(num_groups: int, num_experts: int, top_k: int, limit: int | None = None) -> float:
-    """Expected distinct groups a token reaches when its top_k experts are drawn without replacement and spread evenly over
-    num_groups: N(1 - C(E-E/N, k) / C(E, k)), at most ``limit``."""
-    outside = num_experts - num_experts / num_groups
-    missed = 1.0
-    for i in range(top_k):
-        missed *= max(outside - i, 0.0) / max(num_experts - i, 1e-9)
-    reached = num_groups * (1.0 - missed)
-    return min(reached, float(limit)) if limit else reached
 
 
 def seconds(params, routes: Routes, reach: Reach):
