@@ -25,7 +25,7 @@ PLUGINS = ("axes", "costs", "schedules")
 # build on one another. A package of plug-ins stands in one row; what its files import from each other is checked below.
 ROWS = {
     "0 ": "closed_form document files hardware huggingface units",
-    "1 ": "fields ops schedules spec",
+    "1 ": "fields ops schedules site spec",
     "2a": "block layout load program routing schema",
     "2b": "fuse run_models sharing stack wiring",
     "2c": "run_fields timeline",
@@ -37,7 +37,7 @@ ROWS = {
     "5 ": "bounds engine paths",
     "6a": "predict screen",
     "6b": "anchors evaluate",
-    "6c": "whynot",
+    "6c": "anchored whynot",
     "6d": "search",
     "7a": "launch report",
     "7b": "charts",
@@ -53,7 +53,7 @@ HOMES = {
     "yaml": {"moesim.document", "calibration.write"},
     "plotly": {"moesim.page", "calibration.plots"},
     "scipy": {"calibration.fit", "moesim.profile"},
-    "typer": {"moesim.cli"},
+    "typer": {"moesim.cli", "calibration.__main__"},
     "rich": {"moesim.cli", "moesim.report"},
     "pydantic": {f"moesim.{m}" for m in ("spec", "hardware", "fields", "load", "profile", "stack", "model_error")},
     "pint": {"moesim.units"},
