@@ -65,7 +65,7 @@ def _heads(node: Node, tp: int, model) -> Node:
 
 
 def _tokens(node: Node, tp: int, model) -> Node:
-    return divide_tokens(node, tp, model)
+    return divide_tokens(node, tp)
 
 
 def _inner(node: Node, tp: int, model) -> Node:
