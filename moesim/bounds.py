@@ -48,7 +48,8 @@ class Durations:
 
 
 def screen_structure(structure: Structure, num_microbatches: int, durations: Durations) -> np.ndarray:
-    """Lower bound of the pipelined part of the step, [L], for L layouts of one structure (microbatches -> orders, placement)."""
+    """Lower bound of the pipelined part of the step, [L], for L layouts of one structure (number of microbatches -> orders and
+    placement; it is asked for fewer microbatches than `num_microbatches` too). ValueError where that many are not legal."""
     paths = critical_paths(structure, num_microbatches)
     times = np.zeros((len(paths.columns), len(durations.hop)))
     num_stages = paths.columns.num_stages
@@ -59,15 +60,18 @@ def screen_structure(structure: Structure, num_microbatches: int, durations: Dur
     for p, kind in enumerate(paths.columns.pairs):
         times[paths.columns.transfer + 2 + p] = durations.pair(kind)
     _, placement = structure(num_microbatches)
-    letters = {letter for letter in LETTERS if paths.rows[:, paths.columns.letter(letter)].any() or paths.grow[:, paths.columns.letter(letter)].any()}
-    return np.maximum(screen(paths, times, num_microbatches), num_microbatches * _busiest(durations, placement, letters))
+    return np.maximum(screen(paths, times, num_microbatches), num_microbatches * _busiest(durations, placement, paths.letters))
 
 
-def _busiest(durations: Durations, placement: tuple[int, ...], letters: set[str]) -> np.ndarray:
-    """[L] Seconds of one microbatch on the busiest lane of the busiest rank."""
-    by_stage = sum(durations.lanes[letter] for letter in letters)
+def _busiest(durations: Durations, placement: tuple[int, ...], letters: frozenset[str]) -> np.ndarray:
+    """[L] Seconds of one microbatch on the busiest lane of the busiest rank. Where a schedule runs some backwards whole and
+    splits others, the lesser of the two."""
+    split, lanes = "W" in letters, durations.lanes
+    backward = lanes["I"] + lanes["W"] if split else lanes["B"]
+    if split and "B" in letters:
+        backward = np.minimum(backward, lanes["B"])
     held = np.equal.outer(np.array(placement), np.arange(max(placement) + 1)).astype(float)
-    return (by_stage @ held).max(axis=(0, 2))
+    return ((lanes["F"] + backward) @ held).max(axis=(0, 2))
 
 
 def screen(paths: CriticalPaths, times: np.ndarray, num_microbatches: int) -> np.ndarray:

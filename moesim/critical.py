@@ -29,7 +29,7 @@ from moesim.wiring import Wiring, actions, wire
 PairKind = tuple[tuple[str, int], tuple[str, int]]
 Structure = Callable[[int], tuple[tuple, tuple[int, ...]]]
 """number of microbatches -> (orders, placement); ValueError where it is not legal."""
-_REMEMBERED = 512
+_REMEMBERED = 1024
 _SEED = 20_240_601  # of the stage times that are tried; any will do
 _NUM_RANDOM = 20
 
@@ -47,12 +47,6 @@ class Columns:
     def reach(self, action: Action) -> int:
         return self.hold(action) + len(LETTERS) * self.num_stages
 
-    def letter(self, letter: str) -> list[int]:
-        """Every column of a letter, alone or in a pair."""
-        at, num = LETTERS.index(letter), self.num_stages
-        alone = [column for i in (at, at + len(LETTERS)) for column in range(i * num, (i + 1) * num)]
-        return alone + [self.transfer + 2 + p for p, kind in enumerate(self.pairs) if letter in (kind[0][0], kind[1][0])]
-
     @property
     def transfer(self) -> int:
         return 2 * len(LETTERS) * self.num_stages
@@ -66,10 +60,11 @@ class Columns:
 
 @dataclass(frozen=True)
 class CriticalPaths:
-    """rows [P, columns] at num_microbatches; grow [G, columns]: what one more period (`period` microbatches) may add, a period
+    """letters = those of the orders; rows [P, columns] at num_microbatches; grow [G, columns]: what one more period (`period` microbatches) may add, a period
     of one rank's work each; lingers [P, G]: whether row p stays a path with it put in. period = 0: it can't grow, G = 0."""
 
     columns: Columns
+    letters: frozenset[str]
     num_microbatches: int
     rows: np.ndarray
     period: int
@@ -82,20 +77,15 @@ def pair_kind(pair: Pair) -> PairKind:
 
 
 def critical_paths(structure: Structure, num_microbatches: int) -> CriticalPaths:
-    """Paths that bound a step of `structure` with so many microbatches; where they can grow, those of fewer. `structure` must
-    hand out the same tuples for the same number (as schedules do): what is found is remembered by them."""
+    """Paths that bound a step with so many microbatches; where they can grow, those of fewer. ValueError where the orders are
+    not legal."""
     orders, placement = structure(num_microbatches)
     pp = len(orders)
-    if placement == tuple(range(pp)) and orders == _phases(pp, num_microbatches):
-        return _phase_paths(pp)
     for period in dict.fromkeys((1, 2, pp, 2 * pp)):
         fewer = 3 * pp + 2 + (num_microbatches - 3 * pp - 2) % period  # comes to the steady state and leaves it on every rank
         if fewer <= num_microbatches and (found := _growing(structure, fewer, period)):
             return found
     return paths_of(orders, placement)
-
-
-_known: dict[tuple[int, int], tuple[tuple, CriticalPaths | None]] = {}
 
 
 def _growing(structure: Structure, num_microbatches: int, period: int) -> CriticalPaths | None:
@@ -104,25 +94,24 @@ def _growing(structure: Structure, num_microbatches: int, period: int) -> Critic
         (orders, placement), (longer, _) = structure(num_microbatches), structure(num_microbatches + period)
     except ValueError:
         return None
-    key = (id(orders), id(longer))
-    if key not in _known:
-        while len(_known) >= _REMEMBERED:
-            _known.pop(next(iter(_known)))
-        _known[key] = ((orders, longer), _find_growing(orders, placement, longer, num_microbatches, period))
-    return _known[key][1]
+    return _find_growing(orders, placement, longer, num_microbatches, period)
 
 
-def _find_growing(orders, placement, longer, num_microbatches: int, period: int) -> CriticalPaths | None:
+@lru_cache(maxsize=_REMEMBERED)
+def _find_growing(orders, placement: tuple[int, ...], longer, num_microbatches: int, period: int) -> CriticalPaths | None:
+    pp = len(orders)
+    if placement == tuple(range(pp)) and orders == _phases(pp, num_microbatches):
+        return _phase_paths(pp)
     grown = _repeats(orders, longer, period)
     if not grown:
         return None
     graph = _Graph(orders, placement)
     found = [(trace.row, may) for trace in graph.critical() if (may := trace.lingers(graph.wires, grown)).any()]
-    grow = [graph.work(longer[r], at, size) for r, (at, size) in enumerate(zip(grown.shared, grown.added))]
     if not found:
         return None
+    grow = [graph.work(longer[r], at, size) for r, (at, size) in enumerate(zip(grown.shared, grown.added))]
     rows, lingers = map(np.array, zip(*found))
-    return CriticalPaths(graph.columns, num_microbatches, rows, period, np.array(grow), lingers)
+    return CriticalPaths(graph.columns, graph.letters, num_microbatches, rows, period, np.array(grow), lingers)
 
 
 @lru_cache(maxsize=_REMEMBERED)
@@ -132,7 +121,7 @@ def paths_of(orders, placement: tuple[int, ...]) -> CriticalPaths:
     rows = np.array([trace.row for trace in graph.critical()])
     num_microbatches = 1 + max(action.microbatch for acts in graph.flat for action in acts)
     none = np.zeros((0, len(graph.columns)))
-    return CriticalPaths(graph.columns, num_microbatches, rows, 0, none, np.zeros((len(rows), 0), bool))
+    return CriticalPaths(graph.columns, graph.letters, num_microbatches, rows, 0, none, np.zeros((len(rows), 0), bool))
 
 
 def _phases(pp: int, num_microbatches: int) -> tuple:
@@ -151,7 +140,7 @@ def _phase_paths(pp: int) -> CriticalPaths:
     grow = np.zeros((pp * pp, len(columns)))
     for i in range(pp * pp):
         grow[i, columns.hold(Action(i // pp, "F", 0))] = grow[i, columns.hold(Action(i % pp, "B", 0))] = 1.0
-    return CriticalPaths(columns, 1, row, 1, grow, np.ones((1, pp * pp), bool))
+    return CriticalPaths(columns, frozenset("FB"), 1, row, 1, grow, np.ones((1, pp * pp), bool))
 
 
 def _tries(columns: Columns, placement: tuple[int, ...]) -> np.ndarray:
@@ -203,6 +192,7 @@ class _Graph:
     def __init__(self, orders, placement: tuple[int, ...]) -> None:
         self.wires, self.placement = wire(orders, placement), placement
         self.flat = [actions(entry) for order in orders for entry in order]
+        self.letters = frozenset(action.letter for acts in self.flat for action in acts)
         pairs = dict.fromkeys(pair_kind(entry) for order in orders for entry in order if isinstance(entry, Pair))
         self.columns = Columns(len(placement), tuple(pairs))
         self.whole = [self.columns.pair(Pair(*acts)) if len(acts) == 2 else self.columns.hold(acts[0]) for acts in self.flat]

@@ -423,6 +423,7 @@ class _Rank:
         if task.sms and self.world.program.num_sms:
             if task.sms > self.free_sms:
                 self._hold(lane)
+                self.why[lane] = ("sms", 0.0)
                 self.short_of_sms.add(lane)
                 return
             self.free_sms -= task.sms

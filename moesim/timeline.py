@@ -88,8 +88,9 @@ class Timeline:
         """Seconds spent waiting for other ranks, by the rule of `breakdown`."""
         return breakdown(self, rank).get("bubble", 0.0)
 
-    def _communication(self, rank: int, first: int = COMM) -> list[list[Span]]:
-        return [self.lane(rank, stream) for stream in ((COMM, DATA, REDUCE) if first == COMM else (DATA, REDUCE, COMM))]
+    def communication(self, rank: int, first: str = "comm") -> list[list[Span]]:
+        """Spans of each stream of the rank that communicates for its bodies, the one named `first` before the others."""
+        return [self.lane(rank, stream) for stream in sorted((COMM, DATA, REDUCE), key=lambda stream: STREAMS[stream] != first)]
 
 
 def record_spans(program: Program, records: Iterable[Record]) -> Iterator[Span]:
@@ -145,7 +146,7 @@ def _add_gap(parts, timeline: Timeline, rank: int, start: float, end: float, wai
     elif cause == "host":
         parts["host"] += end - start
     else:
-        lanes = timeline._communication(rank, DATA if cause in ("data", "reduce", "gate") else COMM)
+        lanes = timeline.communication(rank, "data" if cause == "gate" else cause)
         for a, b, span in _cover(start, end, lanes):
             if span:
                 _add_roles(parts, span, b - a, "exposed ")
