@@ -48,12 +48,6 @@ def orders_of(schedule: str, pp: int, num_mb: int, vpp: int, paired: bool):
     return orders, entry.placement(pp, vpp)
 
 
-@lru_cache(maxsize=1024)
-def rank_orders(schedule: str, pp: int, vpp: int, paired: bool):
-    """number of microbatches -> orders: one function for one structure."""
-    return lambda num_mb: orders_of(schedule, pp, num_mb, vpp, paired)[0]
-
-
 def _pair(order):
     """Backward followed by the forward of another microbatch becomes one overlapped entry; warm-up and cool-down stay alone."""
     out, i = [], 0

@@ -12,7 +12,7 @@ from typing import Callable, Iterator
 import numpy as np
 
 from moesim import memory
-from moesim.assembly import GRAD_BYTES, OPTIMIZER_BYTES, orders_of, rank_orders
+from moesim.assembly import GRAD_BYTES, OPTIMIZER_BYTES, orders_of
 from moesim.axes import pipeline
 from moesim.bounds import Durations, screen_structure
 from moesim.layout import stage_layers
@@ -155,7 +155,7 @@ class Screen:
         """Lower bound of the step: the schedule played on lower bounds of its actions, and what no overlap can hide at its end."""
         pp = structure.num_ranks
         vpp = len(structure.placement) // pp
-        through = screen_structure(rank_orders(schedule, pp, vpp, paired), structure.placement, num_mb, self._durations(rows, structure))
+        through = screen_structure(lambda m: orders_of(schedule, pp, m, vpp, paired), num_mb, self._durations(rows, structure))
         return through + self._tail(rows, structure)
 
     def _durations(self, rows, structure: memory.Structure) -> Durations:
