@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from random_programs import contended, epilogue, plain_program, random_program, seeds
 
-from moesim import engine
 from moesim.engine import run
 from moesim.play import play
 from moesim.program import COMM, COMPUTE, DATA, REDUCE, CoRun, Program, Task, Transfer
+from moesim.rank import Rank
 from moesim.schedules import Action
 from moesim.sharing import Load, max_min, rates
 
@@ -77,8 +77,8 @@ def test_chains_played_as_one_event_change_nothing(monkeypatch, host_s, run_ahea
     program = replace(plain_program("1f1b", 3, 8, transfer=0.9), bodies=(body, serial_body(2.1)) * 3, run_ahead=run_ahead, epilogue=(epilogue(rng, 1),) * 3)
     program = replace(program, transfer_forward=Transfer(0.9, NIC), transfer_backward=Transfer(0.9, NIC), gammas=(CoRun("norm", "send", 0.5),))
     at_once, calls = run(program), []
-    monkeypatch.setattr(engine._Rank, "_finish_chain", lambda *_: calls.append(1))
-    monkeypatch.setattr(engine._Rank, "_is_quiet", lambda *_: False)
+    monkeypatch.setattr(Rank, "_finish_chain", lambda *_: calls.append(1))
+    monkeypatch.setattr(Rank, "_is_quiet", lambda *_: False)
     same_spans(at_once, run(program))
     assert at_once.makespan > play(program).makespan + 0.1 and not calls
 
