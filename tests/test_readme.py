@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,12 @@ import pytest
 
 from moesim import layout as layouts
 from moesim import memory
+from moesim.assembly import Assembler, _Build
 from moesim.layout import Layout, parse_layout
+from moesim.load import parse_scenario
+from moesim.parts import Parts
+from moesim.profile import load_profile
+from moesim.stack import load_stack
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -117,48 +123,26 @@ KINDS = {"AG": "param_gather", "RS": "grad_reduce", "AR": "grad_reduce"}
 @pytest.mark.parametrize("row", zero_rows(), ids=lambda row: row[0].strip("`"))
 def test_zero_table_collectives(row):
     """A program of four microbatches holds the collectives of the table, layer by layer, and no others."""
-    program, num_units = small_program(f"dp8 {row[0].strip('`')} mb1")
-    role_counts = [sum(t.name == role for t in program.epilogue[0]) for role in ("param_gather", "grad_reduce")]
-    in_body = {"param_gather": 0, "grad_reduce": 0}
-    for k in program.body_index[0]:
-        for task in program.bodies[k]:
-            if task.name in in_body:
-                in_body[task.name] += 1
-    each, step = (cell.replace("-", "").split() for cell in row[4:6])
-    for role in in_body:
-        assert in_body[role] == 4 * num_units * sum(KINDS[c] == role for c in each), (role, in_body)
-    assert role_counts == [sum(KINDS[c] == role for c in step) for role in ("param_gather", "grad_reduce")]
+    program, num_units = small_maker().program(parse_layout(f"dp8 {row[0].strip('`')} mb1")), 4  # embedding, two layers, head
+    during = Counter(task.name for k in program.body_index[0] for task in program.bodies[k])
+    after = Counter(task.name for task in program.epilogue[0])
+    each, step = (Counter(KINDS[code] for code in cell.replace("-", "").split()) for cell in row[4:6])
+    for role in set(KINDS.values()):
+        assert during[role] == 4 * num_units * each[role] and after[role] == step[role], role
 
 
-def small_program(text: str):
-    """(program of a small dense model on one node with four microbatches, its number of ZeRO units)."""
-    from moesim.assembly import Assembler
-    from moesim.load import parse_scenario
-    from moesim.parts import Parts
-    from moesim.profile import load_profile
-    from moesim.stack import load_stack
-
+def small_maker() -> Assembler:
+    """Programs of a small dense model on one node, with four microbatches at dp8 mb1."""
     scenario = parse_scenario("name: small\nmodel: {preset: llama3_8b, num_layers: 2}\ncluster: hgx_b300\n"
                               "workload: {seq_len: 4096, global_batch_tokens: 131072}")
-    parts = Parts(scenario.model, scenario.cluster, scenario.workload, load_stack(scenario.stack), load_profile("b300"))
-    return Assembler(parts).program(parse_layout(text)), 4
+    return Assembler(Parts(scenario.model, scenario.cluster, scenario.workload, load_stack(scenario.stack), load_profile("b300")))
 
 
-def test_zero_table_all_reduces_only_without_zero():
-    """Kinds of the reductions: all-reduce under ZeRO-0, reduce-scatter else."""
-    from moesim.assembly import _Build, Assembler
-    from moesim.load import parse_scenario
-    from moesim.parts import Parts
-    from moesim.profile import load_profile
-    from moesim.stack import load_stack
-
-    scenario = parse_scenario("name: small\nmodel: {preset: llama3_8b, num_layers: 2}\ncluster: hgx_b300\n"
-                              "workload: {seq_len: 4096, global_batch_tokens: 131072}")
-    maker = Assembler(Parts(scenario.model, scenario.cluster, scenario.workload, load_stack(scenario.stack), load_profile("b300")))
-    for row in zero_rows():
-        text = row[0].strip("`")
-        kinds = {op.kind for op in _Build(maker, parse_layout(f"dp8 {text}")).reduce_ops(("attention", "dense"))}
-        assert kinds == ({"all_reduce"} if "AR" in row[5] else {"reduce_scatter"}), text
+@pytest.mark.parametrize("row", zero_rows(), ids=lambda row: row[0].strip("`"))
+def test_zero_table_names_the_reduction(row):
+    """All-reduce under ZeRO-0, reduce-scatter else."""
+    ops = _Build(small_maker(), parse_layout(f"dp8 {row[0].strip('`')}")).reduce_ops(("attention", "dense"))
+    assert {op.kind for op in ops} == ({"all_reduce"} if "AR" in row[5] else {"reduce_scatter"})
 
 
 def test_fsdp2_calls_exist():
@@ -173,19 +157,24 @@ def test_fsdp2_calls_exist():
 # --- commands ---------------------------------------------------------------------------------------------------------------
 
 
+def commands_together(slow: bool) -> list[list[str]]:
+    """Lines of each block of commands, the two that set up left out."""
+    return [text.strip().splitlines() for marker, text in fences("bash") if marker not in SETUP and (marker == "full") == slow]
+
+
 def commands(slow: bool) -> list[str]:
-    marked = [(marker, text) for marker, text in fences("bash") if marker not in SETUP]
-    return [line for marker, text in marked if (marker == "full") == slow for line in text.strip().splitlines()]
+    return [line for block in commands_together(slow) for line in block]
 
 
 def run_line(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A command line as typed, with this interpreter's moesim, in an empty folder."""
+    """A command line as typed, with this interpreter and this checkout, in a folder of its own; shipped files keep their names."""
     words = shlex.split(line)
-    assert words[0] == "moesim", line
+    assert words[0] in ("moesim", "python"), line
     target = words[words.index(">") + 1] if ">" in words else None
     words = words[: words.index(">")] if target else words
-    done = subprocess.run([sys.executable, "-m", "moesim", *words[1:]], cwd=folder, capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    start = [sys.executable, *(["-m", "moesim"] if words[0] == "moesim" else [])]
+    words = [str(ROOT / word) if word.startswith("calibration/") else word for word in words[1:]]
+    done = subprocess.run([*start, *words], cwd=folder, capture_output=True, text=True, timeout=600, env={**os.environ, "PYTHONPATH": str(ROOT)})
     if target:
         (folder / target).write_text(done.stdout)
     return done
@@ -205,9 +194,10 @@ def test_a_shown_command_runs(line, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("line", commands(slow=True))
-def test_a_shown_slow_command_runs(line, tmp_path):
-    check(line, tmp_path)
+@pytest.mark.parametrize("block", commands_together(slow=True), ids=lambda block: block[0])
+def test_shown_slow_commands_run_one_after_another(block, tmp_path):
+    for line in block:
+        check(line, tmp_path)
 
 
 def test_every_command_is_shown():
@@ -215,11 +205,12 @@ def test_every_command_is_shown():
 
     names = {(command.name or command.callback.__name__) for command in app.registered_commands}
     text = " ".join(text for _, text in fences("bash"))
-    assert not {n for n in names if f"moesim {n}" not in text} - {"predict"} and "predict" in README
+    assert not {n for n in names if f"moesim {n}" not in text}
 
 
 def test_options_that_are_named_exist():
-    options = set(re.findall(r"`(--[a-z]+)", README)) | set(re.findall(r" (--[a-z]+)", " ".join(t for m, t in fences("bash") if m not in SETUP)))
+    shown_lines = " ".join(line for slow in (False, True) for line in commands(slow) if line.startswith("moesim"))
+    options = set(re.findall(r"`(--[a-z]+)", README)) | set(re.findall(r" (--[a-z]+)", shown_lines))
     source = (ROOT / "moesim" / "cli.py").read_text()
     assert options and not {o for o in options if f'"{o}"' not in source}
 
