@@ -10,6 +10,7 @@ import numpy as np
 from calibration.clean import Row
 from calibration.fit import Result, fit
 from calibration.models import column, measured
+from calibration.pointwise import table
 from moesim.costs import collectives, dispatch
 from moesim.costs.base import Reach
 from moesim.costs.collectives import Curve
@@ -137,6 +138,28 @@ def fit_dispatch(rows: Sequence[Row], sheet, prior=None) -> Result:
     fixed = {} if far else {"nic_efficiency": 0.9, "network_s": 6e-5, "relay": 0.6}
     beliefs = prior or {"link_efficiency": (0.87, 0.3), "copy_bytes": (3e3, 0.5)}
     return fit(lambda p: predict_dispatch(p, rows, sheet["nvlink"]), measured(rows), dispatch.PARAMETERS, fixed, prior=beliefs)
+
+
+def modern_dispatcher() -> tuple[dict[str, float], tuple[str, ...]]:
+    """(parameters on B200, sources) of the current de-duplicating dispatchers. DeepEP V2 with 24 and with 64 SMs gives, for each
+    direction, a rate an SM in series with a link: 1/rate = 1/(sms * per_sm) + 1/link. The link is the mean of the two directions."""
+    rows = [r for r in table("dispatchers") if r["software"] == "DeepEP V2" and r["gpu"] == "b200"]
+    per_sm, links = {}, []
+    for direction in ("dispatch", "combine"):
+        (few, low), (many, high) = sorted((float(r["sms"]), float(r["gbytes_per_s"]) * 1e9) for r in rows if r["direction"] == direction)
+        per_sm[direction] = (1 / few - 1 / many) / (1 / low - 1 / high)
+        links.append(1 / (1 / high - 1 / (many * per_sm[direction])))
+    parameters = {"dispatch_sm_rate": per_sm["dispatch"], "combine_sm_rate": per_sm["combine"], "link_efficiency": float(np.mean(links)) / 9e11}
+    return parameters, tuple(sorted({r["source"] for r in rows}))
+
+
+def nic_share(transport: str) -> tuple[float, float, tuple[str, ...]]:
+    """(share of NIC line rate a dispatcher's network leg reaches, spread of its log, sources): geometric mean of the remote rates of
+    the published rows on that transport, four nodes or more where there are any (two nodes are bound inside the node)."""
+    rows = [r for r in table("dispatchers") if r["transport"] == transport]
+    wide = [r for r in rows if int(r["nodes"]) >= 4]
+    logs = [np.log(float(r["gbytes_per_s"]) * 1e9 * (1 - 1 / int(r["nodes"])) / NICS[r["gpu"]]) for r in wide or rows]
+    return float(np.exp(np.mean(logs))), float(np.std(logs)), tuple(sorted({r["source"] for r in rows}))
 
 
 def interpolation_errors(found: Sequence[MeasuredCurve]) -> tuple:

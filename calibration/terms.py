@@ -171,22 +171,23 @@ def collective_terms(bench: Bench, gpu: str) -> Iterator[Term]:
 
 def dispatch_terms(bench: Bench, gpu: str) -> Iterator[Term]:
     sheet = bench.sheets[gpu]
-    modern = {"dispatch_sm_rate": constants.DEDUP_SM_RATE, "combine_sm_rate": constants.DEDUP_SM_RATE, "link_efficiency": constants.DEDUP_LINK,
-              "copy_bytes": 1.0, "relay": 1.0, "fixed_s": constants.PUT_S}
-    modern = scaled(modern, "dispatch", bench.sheets["b200"], sheet)
+    rates, papers = network.modern_dispatcher()
+    modern = scaled({**rates, "copy_bytes": 1.0, "relay": 1.0, "fixed_s": constants.PUT_S}, "dispatch", bench.sheets["b200"], sheet)
     first = gpu if gpu in bench.dispatch else PARENTS.get(gpu, "h100")
     fitted = scaled(bench.dispatch[first].parameters, "dispatch", bench.sheets[first], sheet)
     rows = network.dispatch_rows(first, bench.rows)
     error = validate.errors(network.predict_dispatch(bench.dispatch[first].parameters, rows, bench.sheets[first]["nvlink"]), measured(rows), "in sample")
     leg = {"relay": bench.dispatch["h100"].parameters["relay"]}
-    for name, parameters, origin in (("dedup", modern, (constants.DEEPEP_V2, constants.HYBRID_EP)), ("sync_free", modern, (constants.DEEPEP_V2, constants.GIN))):
+    for name, parameters, origin in (("dedup", modern, papers), ("sync_free", modern, (*papers, constants.GIN))):
         yield Term(name=f"dispatch.{name}", kind="dispatch", parameters=parameters, provenance="extrapolated", sigma_log=0.25, shared={"nvlink": 0.05}, sources=origin)
     own = gpu in bench.dispatch
     yield Term(name="dispatch.dedup_v1", kind="dispatch", label="DeepEP V1", parameters={**fitted, **leg}, stderr=bench.dispatch[first].stderr,
                valid={"members": (4.0, 8.0)}, provenance="measured" if own else "extrapolated", sigma_log=error.p90 / 1.645, shared={"nvlink": 0.05}, sources=sources(rows), fits=(error,))
-    for transport, (share, origin) in constants.NIC_SHARE.items():
+    for transport in ("ib", "efa"):
+        share, spread, origin = network.nic_share(transport)
         late = {"nic_efficiency": share, "network_s": bench.dispatch["h100"].parameters["network_s"]}
-        yield Term(name=f"dispatch.nic.{transport}", kind="dispatch", parameters=late, provenance="extrapolated", sigma_log=NETWORK_SIGMA, shared={"network": 0.1}, sources=(origin,))
+        yield Term(name=f"dispatch.nic.{transport}", kind="dispatch", parameters=late, provenance="extrapolated",
+                   sigma_log=float(np.hypot(spread, NETWORK_SIGMA)), shared={"network": 0.1}, sources=origin)
 
 
 def terms(bench: Bench, gpu: str) -> tuple[Term, ...]:
