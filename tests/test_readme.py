@@ -229,3 +229,11 @@ def test_setup_is_one_line(marker):
     assert len(texts) == 1 and len(texts[0].strip().splitlines()) == 1 and texts[0].startswith("python3 -m venv .venv")
     shown_by = subprocess.run(["bash", ".ci/run", "--show", marker], cwd=ROOT, capture_output=True, text=True)
     assert shown_by.stdout.strip() == texts[0].strip()
+
+
+def test_the_notice_names_every_repository_that_was_measured():
+    """Rows of calibration/measurements: repository of each source, named in NOTICE."""
+    pattern = re.compile(r"https://github\.com/[\w.-]+/[\w.-]+")
+    rows = {url for path in (ROOT / "calibration" / "measurements").glob("*.csv") for url in pattern.findall(path.read_text())}
+    named = set(pattern.findall((ROOT / "NOTICE").read_text()))
+    assert len(rows) > 20 and not {r.removesuffix(".git") for r in rows} - named
