@@ -77,7 +77,7 @@ class Assembler:
 
     def program(self, layout: Layout) -> Program:
         """The step of ``layout``; the layout must be legal for the scenario."""
-        return _Build(self, layout).program()
+        return Build(self, layout).program()
 
 
 def co_runs(gammas) -> tuple[CoRun, ...]:
@@ -87,7 +87,7 @@ def co_runs(gammas) -> tuple[CoRun, ...]:
     return tuple(found + [replace(g, running="grouped_gemm") for g in found if g.running == "gemm" and ("grouped_gemm", g.beside) not in known])
 
 
-class _Build:
+class Build:
     """One layout's bodies, made once for each distinct (stage content, letter, variant)."""
 
     def __init__(self, maker: Assembler, layout: Layout):
@@ -97,19 +97,28 @@ class _Build:
         self.orders, self.placement = orders_of(layout.schedule, layout.pp, self.num_mb, layout.vpp, layout.overlaps("ep"))
         self.bodies: list[Body] = []
         self.known: dict[tuple, int] = {}
+        self.marks = self._marks(any(a.letter == "W" for order in self.orders for a in flatten(order)))
 
     def program(self) -> Program:
-        split = any(a.letter == "W" for order in self.orders for a in flatten(order))
-        firsts, lasts = self._marks(split)
-        index = tuple(tuple(self._entry(e, firsts, lasts) for e in order) for order in self.orders)
+        index = tuple(self.index_of(r) for r in range(self.layout.pp))
+        return Program(
+            orders=self.orders, placement=self.placement, body_index=index, bodies=tuple(self.bodies),
+            epilogue=tuple(self._epilogue(r) for r in range(self.layout.pp)), **self.surroundings(self.bodies),
+        )
+
+    def index_of(self, rank: int) -> tuple[int, ...]:
+        """Index in ``bodies`` of each entry of one pipeline rank's order; makes the bodies that are not there yet."""
+        return tuple(self._entry(e, *self.marks) for e in self.orders[rank])
+
+    def surroundings(self, bodies: list[Body]) -> dict:
+        """What a program of these bodies holds beside them: transfers between stages, host run-ahead, co-run factors, SMs."""
         size = self.layout.mb * self.parts.workload.seq_len / (self.layout.tp * self.layout.cp) * self.maker.model.hidden_size * 2.0
         hop = self._transfer(size)
-        launches = max((sum(t.host_s for t in b) for b in self.bodies), default=0.0) / max(self.parts.launch_s, 1e-12)
-        return Program(
-            orders=self.orders, placement=self.placement, body_index=index, bodies=tuple(self.bodies), transfer_forward=hop, transfer_backward=hop,
-            epilogue=tuple(self._epilogue(r) for r in range(self.layout.pp)), run_ahead=max(1, round(LAUNCH_QUEUE / max(1.0, launches))),
-            gammas=self.maker.gammas, num_sms=self.maker.num_sms,
-        )
+        launches = max((sum(t.host_s for t in b) for b in bodies), default=0.0) / max(self.parts.launch_s, 1e-12)
+        return {
+            "transfer_forward": hop, "transfer_backward": hop, "run_ahead": max(1, round(LAUNCH_QUEUE / max(1.0, launches))),
+            "gammas": self.maker.gammas, "num_sms": self.maker.num_sms,
+        }
 
     def _transfer(self, size: float) -> Transfer | None:
         if self.layout.pp == 1:
@@ -160,7 +169,7 @@ class _Build:
         return l.overlaps("grad") and action in lasts
 
     def _body(self, key: tuple, slot: int) -> Body:
-        content, (first, last), letter, gathers, reduces = key
+        content, (first, last), letter, gathers, reduces, *_ = key
         units = [layer_parts(name, self.maker.model) for name, count in content for _ in range(count)]
         if letter != "F":
             units = [tuple(reversed(u)) for u in reversed(units)]
@@ -176,12 +185,16 @@ class _Build:
             if gathers and self.sharded:
                 self._copy(tape, "param_copy_out", self.parts.stack.fsdp_copy_out_bytes, unit)
             for name in unit:
-                tape.part(self.parts.runs(self.parts.get(name, self.layout), letter, self.maker.fuse))
+                tape.part(self._tasks(name, key, i if letter == "F" else len(units) - 1 - i))
             released.append(tape.last)
             if reduces:
                 reductions.append(self._reduce(tape, unit, reductions))
         return tape.body(needs=not (letter == "F" and first) and letter != "W", slot=slot,
                          gives=letter != "W" and not (letter == "F" and last) and not (letter != "F" and first))
+
+    def _tasks(self, name: str, key: tuple, unit: int) -> tuple[Task, ...]:
+        """Runs of one part in the body of ``key``; ``unit`` counts the body's layers in forward order."""
+        return self.parts.runs(self.parts.get(name, self.layout), key[2], self.maker.fuse)
 
     def _prefetch(self, num_units: int) -> int:
         return self.layout.prefetch if self.sharded else num_units
@@ -362,4 +375,4 @@ def _pieces(body: Body) -> list[list[int]]:
     return cuts
 
 
-__all__ = ["Assembler", "interleave", "orders_of"]
+__all__ = ["Assembler", "Build", "interleave", "orders_of"]

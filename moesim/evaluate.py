@@ -98,11 +98,15 @@ class Evaluator:
 
     def peak(self, layout: Layout) -> Peak:
         """Memory at the worst moment of the heaviest pipeline rank."""
-        items = item_names(self.scenario.model)
-        structure = structure_of(self.scenario.model, layout, num_microbatches(layout, self.scenario.workload), items)
-        categories = memory.peak(self._items(layout, items), self._policy(layout), structure, self.scenario.memory.allocator_slack)
+        categories = self.categories(layout)
         rank = int(memory.total(categories)[0].argmax())
         return Peak({name: float(values[0, rank]) for name, values in categories.items()}, rank)
+
+    def categories(self, layout: Layout) -> dict[str, np.ndarray]:
+        """Category -> bytes [1, pp] at each pipeline rank's worst moment."""
+        items = item_names(self.scenario.model)
+        structure = structure_of(self.scenario.model, layout, num_microbatches(layout, self.scenario.workload), items)
+        return memory.peak(self._items(layout, items), self._policy(layout), structure, self.scenario.memory.allocator_slack)
 
     def _items(self, layout: Layout, items) -> memory.Items:
         columns: dict[str, list[float]] = defaultdict(list)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Iterable, NamedTuple
+from typing import Iterable, NamedTuple, Sequence
 
 import numpy as np
 
 from moesim import axes, transformer
 from moesim.block import COMM, COMPUTE, Block, Node, backward
-from moesim.ops import Attention, Collective, Dispatch, Gemm, GroupedGemm, MemoryBound, Op
+from moesim.ops import Attention, Collective, Dispatch, Gemm, Group, GroupedGemm, MemoryBound, Op
 from moesim.pricing import PROVENANCE
 from moesim.program import COMM as COMM_STREAM
 from moesim.program import COMPUTE as COMPUTE_STREAM
@@ -168,12 +168,25 @@ class Parts:
         """Expert load of a layout (None for a dense model)."""
         if not self.model.num_experts:
             return None
-        tokens = max(1, layout.mb * self.workload.seq_len // (layout.cp * layout.tp))
         model = self.model
-        return expert_load(self.workload.routing, model.num_experts, model.top_k, tokens, layout.ep, self.num_moe, LOAD_MICROBATCHES, layout.etp)
+        return expert_load(self.workload.routing, model.num_experts, model.top_k, self.tokens(layout), layout.ep, self.num_moe, LOAD_MICROBATCHES, layout.etp)
 
-    def _blocks(self, key: PartKey, layout) -> tuple[Block, Block]:
-        forward = axes.shard(_BUILD[key.name](self.model, self.work(layout), key.window), layout, self.model)
+    def tokens(self, layout) -> int:
+        """Tokens one rank brings to a MoE layer in one microbatch."""
+        return max(1, layout.mb * self.workload.seq_len // (layout.cp * layout.tp))
+
+    def at_load(self, layout, loads: Sequence[float]) -> list[Part]:
+        """The MoE part of a rank that keeps each of ``loads`` times the mean of the rows requested; not remembered."""
+        key = self.key("moe", layout)
+        mean = self.work(layout)
+        # Loads are of requested rows; a Work's factors are of those that are kept.
+        own = [replace(mean, load=load / mean.kept, memory_load=load / mean.kept) for load in loads]
+        blocks = [self._blocks(key, layout, work) for work in own]
+        self.price_ops(self._kernel(n.op)[0] for pair in blocks for block in pair for n in block)
+        return [self._part(key, *pair) for pair in blocks]
+
+    def _blocks(self, key: PartKey, layout, work: transformer.Work | None = None) -> tuple[Block, Block]:
+        forward = axes.shard(_BUILD[key.name](self.model, work or self.work(layout), key.window), layout, self.model)
         forward = self._host(forward, key)
         adjoint = backward(forward, frozenset(key.recompute), self.stack.backward_launch_ratio)
         return forward, self._accumulate(adjoint, key)
@@ -262,7 +275,7 @@ class Parts:
         """Tasks of one part for one letter; see ``Part``."""
         key = (part.key, letter, fuse)
         if key not in self.tasks:
-            self.tasks[key] = _runs(_of(part, letter), part.key.hidden_dispatch, fuse)
+            self.tasks[key] = make_runs(part, letter, fuse)
         return self.tasks[key]
 
 
@@ -289,6 +302,16 @@ def layer_parts(name: str, model) -> tuple[str, ...]:
         last = model.layer_kinds()[-1]
         return ("mtp_projection", "attention", last, "head")
     return (name,)
+
+
+def make_runs(part: Part, letter: str, fuse: bool = True) -> tuple[Task, ...]:
+    """Tasks of one part for one letter, made anew; see ``Part``."""
+    return _runs(_of(part, letter), part.key.hidden_dispatch, fuse)
+
+
+def comm_groups(part: Part, letter: str) -> list[Group]:
+    """The group of each collective of a part for one letter, in the order of its tasks."""
+    return [p.node.op.group for p in _of(part, letter) if p.node.stream == COMM]
 
 
 def _of(part: Part, letter: str) -> list[Priced]:
