@@ -23,6 +23,7 @@ from moesim.space import Space
 
 LETTERS = "FBIW"
 PART_FIELDS = ("tp", "cp", "mb", "precision", "recompute", "graphs", "grad")
+SHARD_FIELDS = ("tp", "cp", "dp", "rep", "ep", "etp", "grad", "precision", "sharded", "each")
 MOE_FIELDS = (*PART_FIELDS, "ep", "etp", "dispatcher", "sms", "shared")
 
 
@@ -42,9 +43,11 @@ class Screen:
         self.scenario, self.parts, self.space, self.model = scenario, parts, space, scenario.model
         self.items = item_names(self.model)
         self.value = {f: space.column(f) for f in space.values if f not in ("overlap", "recompute", "stages")}
+        self.combinations: dict[tuple[str, ...], tuple[np.ndarray, np.ndarray]] = {}
         self.rules = {r: np.array([r in names for names, _ in space.values["overlap"]])[space.codes["overlap"]] for r in ("ep", "shared", "grad", "param", "fsdp")}
         self.prefetch = np.array([n for _, n in space.values["overlap"]])[space.codes["overlap"]]
         self.sharded = (self.value["zero"] == 3) & self.value["reshard"]
+        self.flags = {"shared": self.rules["shared"], "sharded": self.sharded, "each": self.sharded | (self.value["zero"] == 2)}
         self.dense_shards = self.value["dp"] * self.value["cp"] // self.value["rep"]
         self.expert_shards = self.value["dp"] * self.value["cp"] * self.value["tp"] // (self.value["ep"] * self.value["etp"])
 
@@ -103,40 +106,46 @@ class Screen:
 
     def _part_values(self, name: str) -> dict[str, np.ndarray]:
         """One part's numbers for every row, priced once for each distinct key."""
-        fields = MOE_FIELDS if name.partition("@")[0] == "moe" else PART_FIELDS
-        columns = [self.rules["shared"].astype(int) if f == "shared" else self.space.codes[f] for f in fields]
-        sizes = [2 if f == "shared" else len(self.space.values[f]) for f in fields]
-        code = np.zeros(len(self.space), dtype=np.int64)
-        for column, size in zip(columns, sizes):
-            code = code * size + column
-        _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
+        first, inverse = self._distinct(MOE_FIELDS if name.partition("@")[0] == "moe" else PART_FIELDS)
         wanted = [(self.parts.key(name, layout), layout) for layout in map(self.space.layout, first)]
         self.parts.ensure(wanted)
         found = [_numbers(self.parts.cache[key], name) for key, _ in wanted]
-        return {n: np.array([f[n] for f in found])[inverse.ravel()] for n in found[0]}
+        return {n: np.array([f[n] for f in found])[inverse] for n in found[0]}
+
+    def _distinct(self, fields: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """(a row of each distinct combination of ``fields``, the combination of every row); worked out once for each choice."""
+        if fields not in self.combinations:
+            code = np.zeros(len(self.space), dtype=np.int64)
+            for f in fields:
+                column, size = (self.flags[f].astype(np.int64), 2) if f in self.flags else (self.space.codes[f], len(self.space.values[f]))
+                code = code * size + column
+            _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
+            self.combinations[fields] = first, inverse.ravel()
+        return self.combinations[fields]
 
     def _sharding(self, table) -> dict[str, np.ndarray]:
         """Gathers, reductions and copies of one item under resharded ZeRO-3, and reductions under ZeRO-2: seconds [rows, items]."""
-        gather, reduce, copy_out, copy_in = (np.zeros_like(table["dense"]) for _ in range(4))
-        stack = self.parts.stack
-        each = np.flatnonzero(self.sharded | (self.value["zero"] == 2))
+        rows, inverse = self._distinct(SHARD_FIELDS)
+        stack, full = self.parts.stack, self.sharded[rows]
+        each = full | (self.value["zero"][rows] == 2)
+        columns: dict[str, list[np.ndarray]] = {"gather": [], "reduce": [], "copy_out": [], "copy_in": []}
         for k in range(len(self.items)):
-            dense, expert = table["dense"][each, k], table["expert"][each, k]
-            reduce[each, k] = self._collectives("reduce_scatter", each, dense, expert)
-            full = self.sharded[each]
-            gather[each, k] = np.where(full, self._collectives("all_gather", each, dense, expert), 0.0)
-            moved = np.where(full, dense * (self.dense_shards[each] > 1) + expert * (self.expert_shards[each] > 1), 0.0)
-            copy_out[each, k] = self._kernels("copy", stack.fsdp_copy_out_bytes * moved)
-            copy_in[each, k] = self._kernels("copy", stack.fsdp_copy_in_bytes * moved)
-        return {"gather": gather, "reduce": reduce, "copy_out": copy_out, "copy_in": copy_in}
+            dense, expert = table["dense"][rows, k], table["expert"][rows, k]
+            moved = np.where(full, dense * (self.dense_shards[rows] > 1) + expert * (self.expert_shards[rows] > 1), 0.0)
+            columns["gather"].append(self._collectives("all_gather", rows, dense * full, expert * full))
+            columns["reduce"].append(self._collectives("reduce_scatter", rows, dense * each, expert * each))
+            columns["copy_out"].append(self._kernels("copy", stack.fsdp_copy_out_bytes * moved))
+            columns["copy_in"].append(self._kernels("copy", stack.fsdp_copy_in_bytes * moved))
+        return {name: np.stack(found, axis=1)[inverse] for name, found in columns.items()}
 
     def _collectives(self, kind: str, rows: np.ndarray, dense: np.ndarray, expert: np.ndarray) -> np.ndarray:
-        """Seconds of the dense and the expert collective of ``kind`` over each row's replicas."""
+        """Seconds of the dense and the expert collective of ``kind`` over each row's replicas; nothing where there is nothing."""
         v = self.value
         width = 2.0 if kind == "all_gather" else np.array([GRAD_BYTES[g] for g in v["grad"][rows]])
         total = np.zeros(len(rows))
         for count, size, stride in ((dense, self.dense_shards[rows], v["tp"][rows]), (expert, self.expert_shards[rows], (v["ep"] * v["etp"])[rows])):
-            total += self._priced(np.stack([np.broadcast_to(width, count.shape) * count, size, stride], axis=1), lambda b, s, g: Collective(kind, b, Group(int(s), int(g))) if b and s > 1 else None)
+            moved = np.where(size > 1, width * count, 0.0)
+            total += self._priced(np.stack([moved, size, stride], axis=1), lambda b, s, g: Collective(kind, b, Group(int(s), int(g))) if b else None)
         return total
 
     def _kernels(self, kind: str, moved: np.ndarray) -> np.ndarray:
@@ -144,8 +153,8 @@ class Screen:
 
     def _priced(self, keys: np.ndarray, make) -> np.ndarray:
         """Seconds of ``make(*key)`` for every row of keys; None costs nothing."""
-        if not len(keys):
-            return np.zeros(0)
+        if not keys[:, 0].any():
+            return np.zeros(len(keys))
         distinct, inverse = np.unique(keys, axis=0, return_inverse=True)
         ops = [make(*map(float, row)) for row in distinct]
         self.parts.price_ops(op for op in ops if op is not None)
@@ -190,17 +199,23 @@ class Screen:
         grads = np.array([GRAD_BYTES[g] for g in v["grad"][rows]])
         traffic = np.array([OPTIMIZER_BYTES[o] for o in v["optimizer"][rows]]) + 2 * grads
         least = shard.min(axis=1)
-        return self._kernels("optimizer", traffic * least) + self.parts.stack.end_of_step_s + self._exposed(rows, dense, expert)
+        reduce, gather = self._exposed(rows, dense, expert)
+        # Weights are gathered while the host is busy between two steps: the longer of the two counts.
+        return reduce + self._kernels("optimizer", traffic * least) + np.maximum(gather, self.parts.stack.end_of_step_s)
 
-    def _exposed(self, rows, dense, expert) -> np.ndarray:
+    def _exposed(self, rows, dense, expert) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of (reductions, gathers) that no other work of the step can hide."""
         zero = self.value["zero"][rows]
+        if self.rules["grad"][rows].all() and self.rules["param"][rows].all():
+            return np.zeros(len(rows))
         after = ~self.sharded[rows] & (zero != 2) & ~self.rules["grad"][rows]
         gathers = ~self.sharded[rows] & (zero > 0) & ~self.rules["param"][rows]
         least_dense, least_expert = dense.min(axis=1), expert.min(axis=1)
         kind = "reduce_scatter"
         reduce = np.where(after, self._collectives(kind, rows, least_dense, least_expert), 0.0)
         gather = np.where(gathers, self._collectives("all_gather", rows, least_dense, least_expert), 0.0)
-        return (reduce + gather) * self.parts.site.factor("end_of_step")
+        factor = self.parts.site.factor("end_of_step")
+        return reduce * factor, gather * factor
 
 
 def structure_of(model, layout, num_mb: int, items: tuple[str, ...]) -> memory.Structure:
