@@ -195,7 +195,9 @@ class _Graph:
         self.letters = frozenset(action.letter for acts in self.flat for action in acts)
         pairs = dict.fromkeys(pair_kind(entry) for order in orders for entry in order if isinstance(entry, Pair))
         self.columns = Columns(len(placement), tuple(pairs))
-        self.whole = [self.columns.pair(Pair(*acts)) if len(acts) == 2 else self.columns.hold(acts[0]) for acts in self.flat]
+        self.opening = frozenset(self.wires.first)
+        self.hold = [tuple(map(self.columns.hold, acts)) for acts in self.flat]
+        self.whole = [self.columns.pair(Pair(*acts)) if len(acts) == 2 else hold[0] for acts, hold in zip(self.flat, self.hold)]
 
     def critical(self) -> list[_Trace]:
         """The distinct critical paths of the stage times that are tried."""
@@ -212,11 +214,10 @@ class _Graph:
         wires = self.wires
         freed = np.zeros((wires.num_entries + 1, times.shape[1]))
         delivered = np.zeros((2 * wires.num_entries + 1, times.shape[1]))
-        opening = frozenset(wires.first)
-        before = np.array([-1 if e in opening else e - 1 for e in range(wires.num_entries)])
+        before = np.array([-1 if e in self.opening else e - 1 for e in range(wires.num_entries)])
         source, stream = np.array(wires.source), np.array(wires.stream).reshape(-1, 2)
         whole = np.array(self.whole)
-        hold = np.array([[self.columns.hold(acts[min(j, len(acts) - 1)]) for j in (0, 1)] for acts in self.flat])
+        hold = np.array([(columns[0], columns[-1]) for columns in self.hold])
         reach = hold + self.columns.reach(Action(0, "F", 0))
         padded = np.vstack([times, np.zeros(times.shape[1])])
         travel = np.where(stream >= 0, self.columns.transfer + stream - SEND_NEXT, len(times))
@@ -234,22 +235,24 @@ class _Graph:
     def _trace(self, e: int, freed: list[float], delivered: list[float], times: list[float]) -> _Trace:
         """Walks back from the end of entry e. `slot` = the delivery to explain, or -1: the stream getting free."""
         row, visited, slot = [0] * len(self.columns), [], -1
+        sources, streams, to_reach = self.wires.source, self.wires.stream, self.columns.reach(Action(0, "F", 0))
         while e >= 0:
             visited.append(e)
-            acts, sources = self.flat[e], self.wires.source[e]
-            before = -1 if e == self.wires.first[self.wires.rank[e]] else e - 1
+            hold, waits = self.hold[e], sources[e]
+            before = -1 if e in self.opening else e - 1
             start = freed[before] if before >= 0 else 0.0
             if slot >= 0:
-                action, source = acts[slot & 1], sources[slot & 1]
-                row[self.columns.reach(action)] += 1
-                if self.wires.stream[slot] >= 0:
-                    row[self.columns.transfer + self.wires.stream[slot] - SEND_NEXT] += 1
+                row[hold[slot & 1] + to_reach] += 1
+                if streams[slot] >= 0:
+                    row[self.columns.transfer + streams[slot] - SEND_NEXT] += 1
+                source = waits[slot & 1]
                 by_input = source >= 0 and delivered[source] > start
             else:
-                ends = [delivered[s] + times[self.columns.hold(a)] if s >= 0 else -1.0 for a, s in zip(acts, sources)]
-                j = ends.index(max(ends))
-                by_input, source = ends[j] > start + times[self.whole[e]], sources[j]
-                row[self.columns.hold(acts[j]) if by_input else self.whole[e]] += 1
+                end, source, by_input, column = start + times[self.whole[e]], -1, False, self.whole[e]
+                for at, slot_in in zip(hold, waits):
+                    if slot_in >= 0 and delivered[slot_in] + times[at] > end:
+                        end, source, by_input, column = delivered[slot_in] + times[at], slot_in, True, at
+                row[column] += 1
             e, slot = (source >> 1, source) if by_input else (before, -1)
         return _Trace(np.array(row, dtype=float), tuple(reversed(visited)))
 
