@@ -37,7 +37,7 @@ ROWS = {
     "5 ": "bounds engine paths",
     "6a": "predict screen",
     "6b": "anchors evaluate",
-    "6c": "anchored whynot",
+    "6c": "anchored full whynot",
     "6d": "search",
     "7a": "launch report",
     "7b": "charts",

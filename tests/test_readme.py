@@ -16,7 +16,7 @@ import pytest
 
 from moesim import layout as layouts
 from moesim import memory
-from moesim.assembly import Assembler, _Build
+from moesim.assembly import Assembler, Build
 from moesim.layout import Layout, parse_layout
 from moesim.load import parse_scenario
 from moesim.parts import Parts
@@ -141,7 +141,7 @@ def small_maker() -> Assembler:
 @pytest.mark.parametrize("row", zero_rows(), ids=lambda row: row[0].strip("`"))
 def test_zero_table_names_the_reduction(row):
     """All-reduce under ZeRO-0, reduce-scatter else."""
-    ops = _Build(small_maker(), parse_layout(f"dp8 {row[0].strip('`')}")).reduce_ops(("attention", "dense"))
+    ops = Build(small_maker(), parse_layout(f"dp8 {row[0].strip('`')}")).reduce_ops(("attention", "dense"))
     assert {op.kind for op in ops} == ({"all_reduce"} if "AR" in row[5] else {"reduce_scatter"})
 
 
