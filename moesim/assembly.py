@@ -330,6 +330,9 @@ class Tape:
         self.pending += deps
 
     def part(self, runs: tuple[Task, ...]) -> None:
+        if self.last < 0 and runs and runs[0].stream == COMM:
+            # A body that begins with a collective: it waits for what its rank computed before, as any other.
+            self.add(Task("start", "memory_bound", COMPUTE, 0.0))
         base, before = len(self.tasks), self.last
         for task in runs:
             deps = tuple(base + d if d >= 0 else before for d in task.deps if d >= 0 or before >= 0)

@@ -207,7 +207,7 @@ class Screen:
         """Seconds of (reductions, gathers) that no other work of the step can hide."""
         zero = self.value["zero"][rows]
         if self.rules["grad"][rows].all() and self.rules["param"][rows].all():
-            return np.zeros(len(rows))
+            return np.zeros(len(rows)), np.zeros(len(rows))
         after = ~self.sharded[rows] & (zero != 2) & ~self.rules["grad"][rows]
         gathers = ~self.sharded[rows] & (zero > 0) & ~self.rules["param"][rows]
         least_dense, least_expert = dense.min(axis=1), expert.min(axis=1)
