@@ -96,7 +96,8 @@ def _play_batch(programs: Sequence[Program], draws: Mapping[str, np.ndarray] | N
     for program in programs[1:]:
         check(program)
     if any(task.group >= 0 for body in (*programs[0].bodies, *programs[0].epilogue) for task in body):
-        assert draws is None, "draws of a program with every rank played are not supported"
+        if draws is not None:
+            raise ValueError("draws need a program of representative ranks, not one whose ranks meet in groups")
         return np.array([play(program).makespan for program in programs])
     matrices, index = _matrices(programs, draws)
     board = Board(programs, wires, matrices.shape[-1], draws)

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from random_programs import contended, epilogue, plain_program, random_program, seeds
 
+from moesim.bounds import step_bound
 from moesim.engine import run
+from moesim.paths import step_draws, step_seconds
 from moesim.play import play
 from moesim.program import COMM, COMPUTE, DATA, REDUCE, CoRun, Program, Task, Transfer
 from moesim.rank import Rank
@@ -201,6 +203,19 @@ def test_every_rank_played_equals_the_longest_path_without_contention():
     for rng in seeds(10):
         program = full_mode(rng, slow=rng.uniform(0.5, 3.0))
         same_spans(run(program), play(program))
+
+
+def test_every_rank_played_keeps_bound_path_engine_in_order():
+    for rng in seeds(25):
+        program = contended(rng, full_mode(rng, peers=rng.choice((1, 2, 4)), slow=rng.uniform(0.5, 3.0)))
+        bound, path, simulated = step_bound(program), play(program).makespan, run(program, spans=False).makespan
+        assert bound <= path + 1e-9 and path <= simulated + 1e-9
+        assert step_seconds([program])[0] == pytest.approx(path)
+
+
+def test_draws_of_a_program_whose_ranks_meet_are_refused():
+    with pytest.raises(ValueError, match="representative ranks"):
+        step_draws(full_mode(random.Random(1)), {"host": np.ones(2)})
 
 
 def test_a_group_starts_and_ends_together_at_its_slowest_member():
