@@ -17,15 +17,18 @@ from moesim.parts import Parts, layer_parts
 from moesim.plan import Candidate, Skewed
 from moesim.profile import load_profile
 from moesim.program import COMM, COMPUTE, Body, Program
+from moesim.schedules import SCHEDULES
 from moesim.screen import item_names, structure_of
 from moesim.space import canonical
 from moesim.site import NEUTRAL, Site
 from moesim.stack import load_stack
-from moesim.timeline import Timeline, breakdown
+from moesim.timeline import breakdown
 
-NUM_DRAWS = 96
+NUM_DRAWS = 64
 LOW, HIGH = 10.0, 90.0
 """Percentiles of the 80% interval."""
+LONG_SCHEDULE = 600
+"""Entries of all ranks beyond which ``quick`` plays a shortened schedule."""
 Z_80 = 1.2816
 """90% quantile of the standard normal distribution."""
 PROVENANCE = ("measured", "interpolated", "extrapolated", "datasheet", "assumed")
@@ -41,6 +44,15 @@ class Peak:
     @property
     def total(self) -> float:
         return sum(self.categories.values())
+
+
+@dataclass(frozen=True)
+class Played:
+    """What the engine said of one layout: step_s seconds, breakdown role -> seconds on the critical rank."""
+
+    layout: Layout
+    step_s: float
+    breakdown: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -124,12 +136,8 @@ class Evaluator:
         one = lambda value: np.array([value])  # noqa: E731
         return memory.Policy(
             one(layout.zero), one(layout.reshard), one(GRAD_BYTES[layout.grad]), one(memory.MOMENT_BYTES[layout.optimizer]), one(layout.groups["shard"].size),
-            one(layout.edp), one(layout.prefetch), one(0.0 if layout.dispatcher == "alltoall" else 2.0),
+            one(layout.edp), one(layout.prefetch), one(memory.persistent_buffers(layout)),
         )
-
-    def play(self, layout: Layout) -> Timeline:
-        """The step in the engine, with spans."""
-        return engine.run(self.program(layout))
 
     def interval(self, program: Program, step_s: float, shares: dict[str, float]) -> tuple[float, float]:
         """80% interval of tokens/s/GPU: parameter draws through the longest path, widened by the model's own error (log-normal)."""
@@ -154,18 +162,46 @@ class Evaluator:
         total = sum(by_class.values()) or 1.0
         return {name: by_class[name] / total for name in PROVENANCE if by_class[name] > 0}
 
+    def step_seconds(self, layout: Layout, program: Program) -> float:
+        """Seconds of a step. A long schedule repeats itself: its contention (engine over longest path) is taken from a run of few
+        microbatches and put on the longest path of all of them."""
+        if sum(map(len, program.orders)) <= LONG_SCHEDULE:
+            return engine.run(program, spans=False).makespan
+        few = self._shortened(layout)
+        short = few.program(layout)
+        contention = engine.run(short, spans=False).makespan / paths.step_seconds([short])[0]
+        return float(paths.step_seconds([program])[0] * contention)
+
+    def _shortened(self, layout: Layout) -> "Evaluator":
+        """The same layout with the fewest microbatches that fill its pipeline twice and that its schedule can run."""
+        legal = SCHEDULES[layout.schedule].legal
+        counts = range(2 * layout.pp, num_microbatches(layout, self.scenario.workload) + 1)
+        count = next(m for m in counts if layout.pp == 1 or legal(layout.pp, m, layout.vpp) is None)
+        tokens = count * layout.dp * layout.mb * self.scenario.workload.seq_len
+        workload = self.scenario.workload.model_copy(update={"global_batch_tokens": tokens})
+        other = Evaluator(self.scenario.model_copy(update={"workload": workload}), self.profile, self.stack, self.model_error, self.site)
+        other.parts.cache, other.parts.prices, other.parts.tasks = self.parts.cache, self.parts.prices, self.parts.tasks
+        return other
+
     def quick(self, layout: Layout) -> Quick:
         """Speed, interval and memory of one layout, without spans, breakdown or skew."""
         program = self.program(layout)
-        step_s = engine.run(program, spans=False).makespan
+        step_s = self.step_seconds(layout, program)
         low, high = self.interval(program, step_s, self.provenance(program))
         peak = self.peak(layout).total
         return Quick(self.tokens_per_s(step_s), low, high, peak, peak <= self.budget_bytes)
 
-    def candidate(self, layout: Layout, timeline: Timeline, program: Program, evaluator: str = "engine", *, with_skew: bool = True) -> Candidate:
+    def played(self, layout: Layout) -> Played:
+        """One layout in the engine: seconds of the step and where they go on the critical rank."""
+        program = self.program(layout)
+        timeline = engine.run(program)
+        return Played(layout, timeline.makespan, breakdown(timeline, critical_rank(program)))
+
+    def candidate(self, played: Played, program: Program | None = None, *, with_skew: bool = True) -> Candidate:
         """Everything a plan says about one layout that was played."""
-        step_s, peak = timeline.makespan, self.peak(layout)
-        where = breakdown(timeline, critical_rank(program))
+        layout, step_s, where = played.layout, played.step_s, played.breakdown
+        program = program or self.program(layout)
+        peak = self.peak(layout)
         shares = self.provenance(program)
         low, high = self.interval(program, step_s, shares)
         peak_flops = self.scenario.cluster.gpu.peak_flops["bf16"]
@@ -176,7 +212,7 @@ class Evaluator:
         return Candidate(
             layout=str(layout), tokens_per_s_per_gpu=rate, low=low, high=high, step_s=step_s, mfu=rate * model_flops / peak_flops,
             mfu_denominator=f"bf16 dense {peak_flops / 1e12:g} TFLOP/s", peak_bytes=peak.total, fits=peak.total <= self.budget_bytes, memory=peak.categories,
-            heaviest_stage=peak.rank, breakdown=where, provenance=shares, limited_by=limit(where), evaluator=evaluator,
+            heaviest_stage=peak.rank, breakdown=where, provenance=shares, limited_by=limit(where), evaluator="engine",
             num_microbatches=num_microbatches(layout, self.scenario.workload), drop_fraction=load.drop_fraction if load else 0.0,
             skewed=self._skewed(layout, program, step_s) if with_skew else None, days=days, usd=usd,
         )

@@ -321,7 +321,7 @@ def _expert_shards(layout, model, workload, num_gpus):
 def _layer_split(layout, model, workload, num_gpus):
     if layout.stages and sum(layout.stages) != model.num_layers:
         return f"st: places {sum(layout.stages)} layers, the model has {model.num_layers}"
-    if layout.num_virtual_stages > max(1, model.num_layers):
+    if not layout.stages and layout.num_virtual_stages > max(1, model.num_layers):
         return f"pp*vpp = {layout.num_virtual_stages} virtual stages exceed {model.num_layers} layers"
 
 

@@ -18,22 +18,23 @@ from typing import Any, Callable, Iterator
 import numpy as np
 
 from moesim import engine, paths, whynot
-from moesim.evaluate import Evaluator, routing_name
-from moesim.layout import Layout
+from moesim.evaluate import Evaluator, Played, critical_rank, routing_name
+from moesim.layout import Layout, parse_layout
 from moesim.ops import OP_KINDS
 from moesim.parts import kind_of
 from moesim.plan import Candidate, Cost, Plan, Rejection
 from moesim.screen import Screen, Screened
 from moesim.space import Space, enumerate_layouts
-from moesim.timeline import Timeline
+from moesim.timeline import Timeline, breakdown
 
 Progress = Callable[[str, int, int], None]
-PATH_BUDGET = 600
+PATH_BUDGET = 240
 """Layouts whose longest path is worked out at most."""
+PATHS_A_FAMILY = 4
+"""Layouts of each family (one value of one axis) whose path is worked out in any case."""
 PATH_BATCH = 60
 ENGINE_BUDGET = 24
 """Layouts played at most."""
-ENGINE_BATCH = 4
 _state: dict[str, Any] = {}
 
 
@@ -50,9 +51,12 @@ def plan(scenario, *, top: int = 10, profile=None, anchors=None, pin: str | None
     screened = Screen(scenario, evaluator.parts, space).run(lambda done, total: tell("screening", done, total))
     fits = screened.peak_bytes <= evaluator.budget_bytes
     with _pool(evaluator, workers) as pool:
-        found = _narrow(evaluator, space, screened, fits, pool, tell)
-        candidates = _describe(evaluator, found, top, pinned, pool, tell)
-    return _assemble(scenario, evaluator, space, screened, fits, found, candidates, measured, started)
+        found = _narrow(space, screened, fits, top, pool, tell)
+        candidates = _describe(found, top, pinned, pool, tell)
+        winner = candidates[0] if candidates and candidates[0].fits else None
+        rejections = whynot.explain(evaluator, space, screened, fits, found, winner, lambda layouts: pool.map(_played, layouts))
+        spans = pool.map(_spans, [c.layout for c in candidates[:1]])
+    return _assemble(scenario, evaluator, space, fits, found, candidates, rejections, spans[0] if spans else [], measured, started)
 
 
 def simulate(scenario, layout_text: str | None = None, *, profile=None, anchors=None, want_timeline: bool = True) -> tuple[Candidate, Timeline]:
@@ -64,7 +68,8 @@ def simulate(scenario, layout_text: str | None = None, *, profile=None, anchors=
     layout = evaluator.legal(text)
     program = evaluator.program(layout)
     timeline = engine.run(program)
-    return evaluator.candidate(layout, timeline, program), timeline
+    played = Played(layout, timeline.makespan, breakdown(timeline, critical_rank(program)))
+    return evaluator.candidate(played, program), timeline
 
 
 def run_simulator(anchors=None):
@@ -116,7 +121,7 @@ class _Found:
 
     def __init__(self) -> None:
         self.path: dict[int, float] = {}
-        self.engine: dict[int, float] = {}
+        self.played: dict[int, Played] = {}
         self.gap: float | None = None
         self.num_bounded = 0
         self.space: Space | None = None
@@ -154,72 +159,94 @@ def _paths(layouts: list[Layout]) -> list[float]:
     return [float(s) for s in paths.step_seconds([evaluator.program(layout) for layout in layouts])]
 
 
-def _engine(layout: Layout) -> float:
-    return engine.run(_state["evaluator"].program(layout), spans=False).makespan
+def _played(layout: Layout) -> Played:
+    return _state["evaluator"].played(layout)
 
 
-def _candidate(job: tuple[Layout, bool]) -> tuple[Candidate, list[dict[str, Any]]]:
-    layout, want_spans = job
+def _candidate(played: Played) -> Candidate:
+    return _state["evaluator"].candidate(played)
+
+
+def _spans(layout_text: str) -> list[dict[str, Any]]:
     evaluator = _state["evaluator"]
-    program = evaluator.program(layout)
-    timeline = engine.run(program)
-    return evaluator.candidate(layout, timeline, program), _spans(timeline) if want_spans else []
+    timeline = engine.run(evaluator.program(parse_layout(layout_text)))
+    return [{"rank": s.rank, "stream": s.stream, "name": s.name, "kind": s.kind, "entry": s.entry, "start": s.start, "end": s.end} for s in timeline.spans]
 
 
-def _narrow(evaluator: Evaluator, space: Space, screened: Screened, fits: np.ndarray, pool: _pool, tell: Progress) -> _Found:
+def _narrow(space: Space, screened: Screened, fits: np.ndarray, top: int, pool: _pool, tell: Progress) -> _Found:
     found = _Found()
     found.space = space
     order = np.flatnonzero(fits)[np.argsort(screened.bound_s[fits], kind="stable")]
     found.num_bounded = len(order)
     _walk_paths(found, space, screened, order, pool, tell)
-    _walk_engine(found, space, pool, tell)
+    _walk_engine(found, space, top, pool, tell)
     found.gap = _gap(found, screened, order)
     return found
 
 
 def _walk_paths(found: _Found, space: Space, screened: Screened, order: np.ndarray, pool: _pool, tell: Progress) -> None:
-    """Longest paths in the order of the bound, until the next bound is above the best paths known."""
-    budget = min(PATH_BUDGET, len(order))
-    for start in range(0, budget, PATH_BATCH * max(1, pool.workers)):
-        rows = order[start:min(budget, start + PATH_BATCH * max(1, pool.workers))]
+    """Longest paths of the best few of every family, so that each is judged by a layout of its own, and then in the order of the
+    bound, until the next bound is above the best paths known."""
+    families = _best_of_families(space, order)
+    budget = min(PATH_BUDGET + len(families), len(order))
+    _path_rows(found, space, families, pool)
+    tell("longest paths", len(found.path), budget)
+    rest = order[~np.isin(order, families)][:max(0, budget - len(families))]
+    batch = PATH_BATCH * max(1, pool.workers)
+    for start in range(0, len(rest), batch):
+        rows = rest[start:start + batch]
         kept = sorted(found.path.values())[:ENGINE_BUDGET]
         if len(kept) == ENGINE_BUDGET and screened.bound_s[rows[0]] > kept[-1]:
             break
-        chunks = [part for part in np.array_split(rows, max(1, pool.workers)) if len(part)]
-        for part, seconds in zip(chunks, pool.map(_paths, [[space.layout(int(r)) for r in part] for part in chunks])):
-            found.path.update(zip(map(int, part), seconds))
+        _path_rows(found, space, rows, pool)
         tell("longest paths", len(found.path), budget)
 
 
-def _walk_engine(found: _Found, space: Space, pool: _pool, tell: Progress) -> None:
-    """Plays in the order of the path, until no path left is below the best step played."""
+def _best_of_families(space: Space, order: np.ndarray) -> np.ndarray:
+    """Rows, without repeats: the first few in ``order`` of every value of every axis."""
+    chosen: dict[int, None] = {}
+    for codes in space.codes.values():
+        for code in np.unique(codes[order]):
+            chosen.update(dict.fromkeys(order[codes[order] == code][:PATHS_A_FAMILY].tolist()))
+    return np.array(list(chosen), dtype=np.int64)
+
+
+def _path_rows(found: _Found, space: Space, rows: np.ndarray, pool: _pool) -> None:
+    chunks = [part for part in np.array_split(rows, max(1, pool.workers)) if len(part)]
+    for part, seconds in zip(chunks, pool.map(_paths, [[space.layout(int(r)) for r in part] for part in chunks])):
+        found.path.update(zip(map(int, part), seconds))
+
+
+def _walk_engine(found: _Found, space: Space, top: int, pool: _pool, tell: Progress) -> None:
+    """Plays in the order of the path: enough for the table, and on until no path left is below the best step played."""
     order = sorted(found.path, key=found.path.get)
-    budget = min(ENGINE_BUDGET, len(order))
-    for start in range(0, budget, ENGINE_BATCH):
-        rows = order[start:min(budget, start + ENGINE_BATCH)]
-        found.engine.update(zip(rows, pool.map(_engine, [space.layout(r) for r in rows])))
-        tell("playing", len(found.engine), budget)
+    budget = min(max(ENGINE_BUDGET, top), len(order))
+    batch = max(2, pool.workers)
+    for start in range(0, budget, batch):
+        rows = order[start:min(budget, start + batch)]
+        if len(found.played) >= top and found.path[rows[0]] > min(p.step_s for p in found.played.values()):
+            break
+        found.played.update(zip(rows, pool.map(_played, [space.layout(r) for r in rows])))
+        tell("playing", len(found.played), budget)
 
 
 def _gap(found: _Found, screened: Screened, order: np.ndarray) -> float | None:
-    if not found.engine:
+    if not found.played:
         return None
-    best = min(found.engine.values())
-    unplayed = [found.path.get(int(r), screened.bound_s[r]) for r in order if int(r) not in found.engine]
+    best = min(p.step_s for p in found.played.values())
+    unplayed = [found.path.get(int(r), screened.bound_s[r]) for r in order if int(r) not in found.played]
     return best / min(unplayed) - 1.0 if unplayed else 0.0
 
 
-def _describe(evaluator: Evaluator, found: _Found, top: int, pinned: Layout | None, pool: _pool, tell: Progress) -> tuple[list[Candidate], list[dict[str, Any]]]:
-    rows = sorted(found.engine, key=found.engine.get)[:top]
-    layouts = [found.space.layout(r) for r in rows]
-    if pinned is not None and pinned not in layouts:
-        layouts.append(pinned)
-    tell("describing", 0, len(layouts))
-    results = pool.map(_candidate, [(layout, i == 0) for i, layout in enumerate(layouts)])
-    tell("describing", len(layouts), len(layouts))
-    described = [replace(c, pinned=True) if pinned is not None and c.layout == str(pinned) else c for c, _ in results]
-    ranked = sorted(described, key=lambda c: (not c.fits, c.step_s))
-    return _mark_ties(ranked), results[0][1] if results else []
+def _describe(found: _Found, top: int, pinned: Layout | None, pool: _pool, tell: Progress) -> list[Candidate]:
+    chosen = sorted(found.played.values(), key=lambda p: p.step_s)[:top]
+    if pinned is not None and pinned not in [p.layout for p in chosen]:
+        chosen += pool.map(_played, [pinned])
+    tell("describing", 0, len(chosen))
+    described = pool.map(_candidate, chosen)
+    tell("describing", len(chosen), len(chosen))
+    described = [replace(c, pinned=True) if pinned is not None and c.layout == str(pinned) else c for c in described]
+    return _mark_ties(sorted(described, key=lambda c: (not c.fits, c.step_s)))
 
 
 def _mark_ties(ranked: list[Candidate]) -> list[Candidate]:
@@ -235,13 +262,10 @@ def _mark_ties(ranked: list[Candidate]) -> list[Candidate]:
     return out
 
 
-def _assemble(scenario, evaluator, space, screened, fits, found, described, measured, started) -> Plan:
-    candidates, spans = described
-    winner = candidates[0] if candidates and candidates[0].fits else None
-    rejections = whynot.explain(evaluator, space, screened, fits, found, winner)
+def _assemble(scenario, evaluator, space, fits, found, candidates, rejections, spans, measured, started) -> Plan:
     return Plan(
         scenario=_scenario(evaluator), profile=_profile(evaluator), num_layouts=len(space), num_fit=int(fits.sum()), num_bounded=found.num_bounded,
-        num_path=len(found.path), num_played=len(found.engine), gap=found.gap, elapsed_s=time.monotonic() - started, candidates=tuple(candidates),
+        num_path=len(found.path), num_played=len(found.played), gap=found.gap, elapsed_s=time.monotonic() - started, candidates=tuple(candidates),
         rejections=tuple(rejections), cost=_cost(scenario), memory_rule=_memory_rule(scenario), warnings=_warnings(scenario, evaluator),
         measured=whynot.compare_measured(evaluator, candidates, measured), timeline=tuple(spans),
     )
@@ -292,6 +316,3 @@ def _warnings(s, evaluator: Evaluator) -> tuple[str, ...]:
         out.append("speeds assume balanced routing; the skew column shows the stated skew")
     return tuple(out)
 
-
-def _spans(timeline: Timeline) -> list[dict[str, Any]]:
-    return [{"rank": s.rank, "stream": s.stream, "name": s.name, "kind": s.kind, "entry": s.entry, "start": s.start, "end": s.end} for s in timeline.spans]

@@ -255,11 +255,12 @@ def _canonical_dispatcher(t: _Table, values) -> None:
 
 
 def _canonical_overlap(t: _Table, values) -> None:
-    """Rules that have nothing to hide are taken out: expert pairing without dispatch or with one microbatch, shared experts
+    """Rules that have nothing to hide are taken out: expert pairing without dispatch, with one microbatch or in a schedule that pairs by itself, shared experts
     without dispatch, gather prefetch without resharded ZeRO-3, reductions and gathers that a step does not have."""
     zero = np.array(values["zero"])[t["zero"]]
     sharded = (zero == 3) & np.array(values["reshard"], dtype=bool)[t["reshard"]]
-    applies = {"ep": (t["ep"] > 1) & (t["num_mb"] > 1), "shared": t["ep"] > 1, "fsdp": sharded, "grad": ~sharded & (zero != 2), "param": ~sharded & (zero > 0)}
+    paired = np.array([s == "dualpipev" for s in values["schedule"]])[t["schedule"]]
+    applies = {"ep": (t["ep"] > 1) & (t["num_mb"] > 1) & ~paired, "shared": t["ep"] > 1, "fsdp": sharded, "grad": ~sharded & (zero != 2), "param": ~sharded & (zero > 0)}
     names: list[tuple[tuple[str, ...], int]] = []
     out = np.zeros(t.size, dtype=np.int64)
     for code, (rules, prefetch) in enumerate(values["overlap"]):
@@ -278,7 +279,7 @@ def _canonical_overlap(t: _Table, values) -> None:
 def canonical(layout: Layout, num_mb: int) -> Layout:
     """``layout`` without choices that have nothing to act on (the scalar form of what ``enumerate_layouts`` does)."""
     sharded = layout.zero == 3 and layout.reshard
-    applies = {"ep": layout.ep > 1 and num_mb > 1, "shared": layout.ep > 1, "fsdp": sharded, "grad": not sharded and layout.zero != 2,
+    applies = {"ep": layout.ep > 1 and num_mb > 1 and layout.schedule != "dualpipev", "shared": layout.ep > 1, "fsdp": sharded, "grad": not sharded and layout.zero != 2,
                "param": not sharded and layout.zero > 0}
     overlap = tuple(r for r in layout.overlap if applies[r])
     if layout.ep == 1:

@@ -7,20 +7,17 @@ would make it fit. A factor on a collective is read as the share of today's cost
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Callable, Iterator
 
 import numpy as np
 
-from moesim import engine
-from moesim.evaluate import Evaluator, critical_rank, grouped
+from moesim.evaluate import Evaluator, grouped
 from moesim.plan import Candidate, Rejection
-from moesim.timeline import breakdown
 
 FAMILY_FIELDS = ("pp", "vpp", "tp", "cp", "ep", "etp", "zero", "reshard", "mb", "schedule", "recompute", "dispatcher", "overlap", "precision", "graphs")
 GIB = 2.0**30
 TIE = 0.01
 """Families within this share of the winner's step are not called slower."""
-MAX_FAMILIES = 24
 CHEAPEST = {
     "exposed dispatch": "expert all-to-all", "exposed combine": "expert all-to-all", "exposed send": "pipeline sends", "exposed grad_reduce": "gradient reduction",
     "exposed param_gather": "weight gathers", "exposed tp_gather": "tensor-parallel gathers", "exposed tp_scatter": "tensor-parallel scatters",
@@ -29,48 +26,32 @@ CHEAPEST = {
 }
 
 
-def explain(evaluator: Evaluator, space, screened, fits: np.ndarray, found, winner: Candidate | None) -> list[Rejection]:
-    """One line for each family that the winner does not belong to, worst cases last; illegal combinations first."""
+def explain(evaluator: Evaluator, space, screened, fits: np.ndarray, found, winner: Candidate | None, play: Callable[[list], list]) -> list[Rejection]:
+    """One line for each family that the winner does not belong to; illegal combinations first. ``play`` plays layouts."""
+    known = np.full(len(space), np.inf)  # a family is judged by a layout that was looked at, not by a bound
+    for row, seconds in [*found.path.items(), *((r, p.step_s) for r, p in found.played.items())]:
+        known[row] = seconds
     out = [Rejection("not legal", count, reason, "", "") for reason, count in sorted(space.dropped.items(), key=lambda item: -item[1])]
-    best_s = np.array([found.engine.get(i, found.path.get(i, np.nan)) for i in range(len(space))])
-    known = np.where(np.isnan(best_s), screened.bound_s, best_s)
-    families = []
+    losers = []
+    for field, value, rows in _families(space):
+        fitting = rows[fits[rows]]
+        if not len(fitting):
+            out.append(_too_big(evaluator, space, screened, family_name(field, value), rows))
+        elif winner is not None:
+            best = int(fitting[known[fitting].argmin()])
+            if np.isfinite(known[best]) and known[best] / winner.step_s - 1.0 > TIE:
+                losers.append((family_name(field, value), len(rows), best))
+    examples = list(dict.fromkeys(row for _, _, row in losers if row not in found.played))
+    played = {**found.played, **dict(zip(examples, play([space.layout(row) for row in examples])))}
+    return out + [_slower(name, count, played[row], winner) for name, count, row in losers]
+
+
+def _families(space) -> Iterator[tuple[str, Any, np.ndarray]]:
+    """(axis, value, rows) of every value of every axis that has more than one."""
     for field in FAMILY_FIELDS:
-        if len(space.values[field]) < 2:
-            continue
-        for code, value in enumerate(space.values[field]):
-            rows = np.flatnonzero(space.codes[field] == code)
-            if len(rows):
-                families.append((field, value, rows))
-    played: dict[int, dict[str, float]] = {}
-    for field, value, rows in families[:MAX_FAMILIES * 2]:
-        rejection = _family(evaluator, space, screened, fits, known, winner, field, value, rows, played)
-        if rejection:
-            out.append(rejection)
-    return out
-
-
-def _family(evaluator, space, screened, fits, known, winner, field, value, rows, played) -> Rejection | None:
-    name = family_name(field, value)
-    fitting = rows[fits[rows]]
-    if not len(fitting):
-        return _too_big(evaluator, space, screened, name, rows)
-    if winner is None:
-        return None
-    row = int(fitting[known[fitting].argmin()])
-    slower = known[row] / winner.step_s - 1.0
-    if slower <= TIE:
-        return None
-    example = space.layout(row)
-    where = _causes(evaluator, example, row, played)
-    return Rejection(name, len(rows), *_slower(where, grouped(winner.breakdown), sum(where.values()), winner.step_s, str(example)))
-
-
-def _causes(evaluator: Evaluator, layout, row: int, played: dict[int, dict[str, float]]) -> dict[str, float]:
-    if row not in played:
-        program = evaluator.program(layout)
-        played[row] = grouped(breakdown(engine.run(program), critical_rank(program)))
-    return played[row]
+        present = np.unique(space.codes[field])
+        for code in present if len(present) > 1 else ():
+            yield field, space.values[field][code], np.flatnonzero(space.codes[field] == code)
 
 
 def _too_big(evaluator: Evaluator, space, screened, name: str, rows: np.ndarray) -> Rejection:
@@ -83,22 +64,28 @@ def _too_big(evaluator: Evaluator, space, screened, name: str, rows: np.ndarray)
                      str(layout), f"fits with {over / GIB:.1f} GiB more a GPU, or with its {largest} cut to {100 * max(0.0, 1 - over / peak.categories[largest]):.0f}%")
 
 
-def _slower(where: dict[str, float], winner: dict[str, float], step_s: float, best_s: float, example: str) -> tuple[str, str, str]:
-    """(reason, example, flip)."""
-    excess = {cause: seconds - winner.get(cause, 0.0) for cause, seconds in where.items()}
+def _slower(name: str, count: int, best, winner: Candidate) -> Rejection:
+    """The family's best layout against the winner, cause by cause."""
+    where, theirs = grouped(best.breakdown), grouped(winner.breakdown)
+    excess = {cause: seconds - theirs.get(cause, 0.0) for cause, seconds in where.items()}
     worst = max(excess, key=excess.get)
-    slower = step_s / best_s - 1.0
-    reason = f"{100 * slower:.1f}% slower; {CHEAPEST.get(worst, worst)} costs {100 * excess[worst] / best_s:.1f}% of a step more"
-    return reason, example, _flip(where, excess, step_s - best_s)
+    slower = best.step_s / winner.step_s - 1.0
+    reason = f"{100 * slower:.1f}% slower; {CHEAPEST.get(worst, worst)} {_cost(worst)} {100 * excess[worst] / winner.step_s:.1f}% of a step more"
+    return Rejection(name, count, reason, str(best.layout), _flip(where, excess, best.step_s - winner.step_s))
+
+
+def _cost(cause: str) -> str:
+    name = CHEAPEST.get(cause, cause)
+    return "cost" if name.endswith("s") and not name.endswith("ss") else "costs"
 
 
 def _flip(where: dict[str, float], excess: dict[str, float], lost: float) -> str:
-    """The one cause that needs to shrink least, if any single one can make up for what is lost."""
-    able = {cause: lost / where[cause] for cause in where if where[cause] > lost and excess[cause] > 0}
+    """The cause that is most in excess if it alone can make up for what is lost, else the one that needs to shrink least."""
+    able = [cause for cause in where if where[cause] > lost and excess[cause] > 0]
     if not able:
         return "no single cause makes up for it"
-    cause = min(able, key=able.get)
-    return f"wins if its {CHEAPEST.get(cause, cause)} cost {100 * (1 - able[cause]):.0f}% of what they do now"
+    cause = max(able, key=lambda c: (excess[c] >= lost, excess[c]))
+    return f"wins if its {CHEAPEST.get(cause, cause)} took {100 * (1 - lost / where[cause]):.0f}% of today's time"
 
 
 def family_name(field: str, value: Any) -> str:
