@@ -15,6 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
+from moesim import memory
 from moesim.assembly import Build
 from moesim.axes import pipeline
 from moesim.evaluate import Evaluator
@@ -51,12 +52,13 @@ def full_peaks(evaluator: Evaluator, layout: Layout, *, seed: int = 0) -> np.nda
     """Bytes of each rank at its own worst moment, [world]: what each microbatch in flight keeps is that rank's rows of that
     microbatch, summed over its layers. ValueError above MAX_RANKS ranks."""
     shared, slack = evaluator.categories(layout), evaluator.scenario.memory.allocator_slack
-    peers = layout.world // layout.pp
+    peers, persistent = layout.world // layout.pp, memory.persistent_buffers(layout)
     out = np.zeros(layout.world)
     for player in _players(evaluator, layout, seed):
         here = {name: float(values[0, player.rank // peers]) for name, values in shared.items()}
-        moving = player.most_kept() + here["gathered weights"] + here["working set"]
-        out[player.rank] = here["weights"] + here["gradients"] + here["optimizer"] + here["dispatcher buffers"] + moving * (1.0 + slack)
+        working, buffers = player.largest()
+        moving = player.most_kept() + here["gathered weights"] + working
+        out[player.rank] = here["weights"] + here["gradients"] + here["optimizer"] + persistent * buffers + moving * (1.0 + slack)
     return out
 
 
@@ -151,6 +153,15 @@ class _Player(Build):
             elif action.letter in ("B", released):
                 held -= self._kept(action.stage, action.microbatch)
         return most
+
+    def largest(self) -> tuple[float, float]:
+        """(bytes that live only inside one layer's backward, receive buffer) of this rank's worst layer and microbatch."""
+        names = {p for stage, rank in enumerate(self.placement) if rank == self.rank // (self.layout.world // self.layout.pp)
+                 for item, _ in self.contents[stage] for p in layer_parts(item, self.maker.model)}
+        parts = [self.parts.get(name, self.layout) for name in names if name != "moe"]
+        if "moe" in names:
+            parts += self.parts.at_load(self.layout, [float(self.loads.max())])
+        return max(p.transient for p in parts), max(p.buffer for p in parts)
 
     def _kept(self, stage: int, microbatch: int) -> float:
         """Bytes one microbatch keeps on one virtual stage: a MoE part keeps a fixed amount and one that follows its rows."""

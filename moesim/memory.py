@@ -51,6 +51,11 @@ class Policy:
     """Receive and send buffers a dispatcher keeps all the time (0: allocated as they are needed)."""
 
 
+def persistent_buffers(layout) -> float:
+    """Receive and send buffers of one layer's rows that a layout's dispatcher keeps all the time."""
+    return 0.0 if layout.dispatcher == "alltoall" else 2.0
+
+
 @dataclass(frozen=True)
 class Structure:
     """Who holds what, when: contents [V, K] counts of each item, the rank of each virtual stage, and for each rank the vectors

@@ -13,18 +13,23 @@ from typing import Iterable, NamedTuple, Sequence
 import numpy as np
 
 from moesim import axes, transformer
+from moesim.axes import pipeline
 from moesim.block import COMM, COMPUTE, Block, Node, backward
 from moesim.ops import Attention, Collective, Dispatch, Gemm, Group, GroupedGemm, MemoryBound, Op
 from moesim.pricing import PROVENANCE
 from moesim.program import COMM as COMM_STREAM
 from moesim.program import COMPUTE as COMPUTE_STREAM
 from moesim.program import Task
-from moesim.routing import expert_load
+from moesim.routing import expert_load, rank_loads
+from moesim.schedules import SCHEDULES
 from moesim.site import NEUTRAL, Site
 
 LAYER_KINDS = ("dense", "moe")
 LOAD_MICROBATCHES = 8
 """Microbatches over which skewed routing is averaged: the mean of the maximum settles within a few of them."""
+RUN_MICROBATCHES = 1000
+"""Memory has to suffice for the worst of so many microbatches, more than are drawn: the expected largest of N values with a normal
+tail lies sqrt(2 ln N) deviations above the mean (Cramer 1946, Mathematical Methods of Statistics, 28.6)."""
 BF16_GRAD_ADD = 6.0
 """Bytes a parameter to add a bf16 gradient into a bf16 accumulator: read both, write one."""
 
@@ -46,6 +51,8 @@ class PartKey(NamedTuple):
     dispatcher: str = "alltoall"
     sms: int = 0
     hidden_dispatch: bool = False
+    layers: int = 0
+    """Layers of one pipeline rank over which uneven rows are summed; 0 where routing is even."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +112,7 @@ class Parts:
         self.tasks: dict[tuple[PartKey, str, bool], tuple[Task, ...]] = {}
         self.launch_s = profile.host.launch_s[cluster.gpu.host_cpu] * site.factor("host")
         self.num_moe = max(1, model.layer_kinds().count("moe")) if model.num_experts else 1
+        self.fewest: dict[tuple, int] = {}
 
     def key(self, name: str, layout) -> PartKey:
         """Key of a part named as ``pipeline.stage_contents`` names layers ("attention@128", "moe", "head", ...)."""
@@ -113,17 +121,17 @@ class Parts:
         common = (base, int(window) if window else None, layout.tp, layout.cp, layout.mb, layout.precision, layout.recompute, layout.graphs, layout.grad)
         if not moe:
             return PartKey(*common)
-        return PartKey(*common, layout.ep, layout.etp, layout.dispatcher, layout.sms, layout.overlaps("shared"))
+        return PartKey(*common, layout.ep, layout.etp, layout.dispatcher, layout.sms, layout.overlaps("shared"), self._uneven_layers(layout))
 
     def ensure(self, wanted: Iterable[tuple[PartKey, object]]) -> None:
         """Build and price every (key, a layout that has it) not known yet, in one pass."""
-        blocks = {}
+        blocks, rooms = {}, {}
         for key, layout in wanted:
             if key not in self.cache and key not in blocks:
-                blocks[key] = self._blocks(key, layout)
+                blocks[key], rooms[key] = self._blocks(key, layout), self._room(key, layout)
         self.price_ops(self._kernel(n.op)[0] for pair in blocks.values() for block in pair for n in block)
         for key, (forward, adjoint) in blocks.items():
-            self.cache[key] = self._part(key, forward, adjoint)
+            self.cache[key] = self._part(key, forward, adjoint, *rooms[key])
 
     def get(self, name: str, layout) -> Part:
         key = self.key(name, layout)
@@ -157,19 +165,56 @@ class Parts:
     def work(self, layout) -> transformer.Work:
         """Microbatch of ``layout``: its size, recipe and the load of the busiest rank."""
         load = self.load(layout)
+        kept = 1.0 - load.drop_fraction if load else 1.0
+        # Loads are of the rows requested; a Work's factors are of those that are kept.
         return transformer.Work(
             layout.mb, self.workload.seq_len, layout.precision, self.stack.pointwise_fusion,
             permutes=self.stack.permutes(layout.dispatcher, layout.ep), saves_expert_output=self.stack.saves_expert_output,
-            load=load.max_over_mean_rank if load else 1.0, memory_load=load.memory_factor if load else 1.0,
-            max_expert=load.max_over_mean_expert / load.max_over_mean_rank if load else 1.0, kept=1.0 - load.drop_fraction if load else 1.0,
+            load=load.max_over_mean_rank / kept if load else 1.0, memory_load=self._worst_sum(layout, load) / kept if load else 1.0,
+            max_expert=load.max_over_mean_expert / load.max_over_mean_rank if load else 1.0, kept=kept,
         )
 
     def load(self, layout):
         """Expert load of a layout (None for a dense model)."""
         if not self.model.num_experts:
             return None
-        model = self.model
-        return expert_load(self.workload.routing, model.num_experts, model.top_k, self.tokens(layout), layout.ep, self.num_moe, LOAD_MICROBATCHES, layout.etp)
+        model, layers = self.model, self._uneven_layers(layout) or self.num_moe
+        draws = LOAD_MICROBATCHES * -(-self.num_moe // layers)
+        return expert_load(self.workload.routing, model.num_experts, model.top_k, self.tokens(layout), layout.ep, layers, draws, layout.etp)
+
+    def _worst_sum(self, layout, load) -> float:
+        """Rows that the fullest rank keeps, summed over its layers, over the mean requested: the worst of a run, not only of the
+        microbatches drawn. In-flight microbatches are taken to be as uneven as one: popular experts stay popular."""
+        layers = self._uneven_layers(layout)
+        if self.workload.routing.kind == "histogram" or layers == 0:
+            return load.memory_factor
+        model, places = self.model, -(-self.num_moe // layers)
+        drawn = rank_loads(self.workload.routing, model.num_experts, model.top_k, self.tokens(layout), layout.ep, layers, LOAD_MICROBATCHES * places, layout.etp)
+        sums = drawn.mean(axis=1)
+        reach = math.sqrt(2.0 * math.log(RUN_MICROBATCHES * places * layout.ep))
+        worst = float(sums.mean() + reach * sums.std())
+        return min(load.buffer_rows / load.requested_rows, max(load.memory_factor, worst))
+
+    def _uneven_layers(self, layout) -> int:
+        """MoE layers of the pipeline rank that has fewest: fewer layers even out less. 0 where every rank gets the same rows."""
+        if self.workload.routing.kind == "balanced":
+            return 0
+        key = (layout.schedule, layout.pp, layout.vpp, layout.stages)
+        if key not in self.fewest:
+            held = [0] * layout.pp
+            for stage, rank in zip(pipeline.contents(self.model, layout), SCHEDULES[layout.schedule].placement(layout.pp, layout.vpp)):
+                held[rank] += sum(count for name, count in stage if "moe" in layer_parts(name, self.model))
+            self.fewest[key] = min((count for count in held if count), default=self.num_moe)
+        return self.fewest[key]
+
+    def _room(self, key: PartKey, layout) -> tuple[float, float]:
+        """(rows of a rank's worst layer and microbatch over those it keeps on average, rows a receive buffer has room for over the
+        mean requested). What one layer holds for a while follows the former."""
+        load = self.load(layout) if key.name == "moe" else None
+        if load is None:
+            return 1.0, 1.0
+        room = load.buffer_rows / load.requested_rows
+        return (room / self._worst_sum(layout, load) if key.layers else 1.0), room
 
     def tokens(self, layout) -> int:
         """Tokens one rank brings to a MoE layer in one microbatch."""
@@ -183,7 +228,7 @@ class Parts:
         own = [replace(mean, load=load / mean.kept, memory_load=load / mean.kept) for load in loads]
         blocks = [self._blocks(key, layout, work) for work in own]
         self.price_ops(self._kernel(n.op)[0] for pair in blocks for block in pair for n in block)
-        return [self._part(key, *pair) for pair in blocks]
+        return [self._part(key, *pair, room=load) for pair, load in zip(blocks, loads)]
 
     def _blocks(self, key: PartKey, layout, work: transformer.Work | None = None) -> tuple[Block, Block]:
         forward = axes.shard(_BUILD[key.name](self.model, work or self.work(layout), key.window), layout, self.model)
@@ -236,7 +281,7 @@ class Parts:
                 nodes.append(replace(n, key=n.key + ".add", op=MemoryBound("elementwise", (extra - 8.0) * size, 0.0), deps=(n.key,)))
         return Block(tuple(nodes))
 
-    def _part(self, key: PartKey, forward: Block, adjoint: Block) -> Part:
+    def _part(self, key: PartKey, forward: Block, adjoint: Block, worst: float = 1.0, room: float = 1.0) -> Part:
         f, b = self._priced(forward), self._priced(adjoint)
         dense, expert = forward.params
         recompute = frozenset(key.recompute)
@@ -246,7 +291,7 @@ class Parts:
             # The layer's input is all that stays; it is the output of the part before, counted here once a layer.
             saved = next((n.saved for n in forward if n.key == "residual1"), 0.0)
         gradient = max((n.saved for n in forward if n.key != "loss"), default=0.0)
-        part = Part(key, f, b, dense, expert, saved, whole - saved + gradient, _buffer(forward), {}, {}, {}, {})
+        part = Part(key, f, b, dense, expert, saved, (whole - saved + gradient) * worst, _buffer(forward) * room, {}, {}, {}, {})
         for letter in "FBIW":
             nodes = _of(part, letter)
             part.compute[letter] = sum(p.seconds for p in nodes if p.node.stream == COMPUTE)
@@ -322,8 +367,8 @@ def _of(part: Part, letter: str) -> list[Priced]:
 
 
 def _buffer(block: Block) -> float:
-    """Bytes a dispatcher's receive buffer holds for the busiest rank, beyond the activations that backward keeps."""
-    return max((n.op.tokens * n.op.top_k * n.op.hidden * 2.0 * n.op.load for n in block if isinstance(n.op, Dispatch)), default=0.0)
+    """Bytes of a dispatcher's receive buffer with room for the mean rows requested, beyond the activations that backward keeps."""
+    return max((n.op.tokens * n.op.top_k * n.op.hidden * 2.0 for n in block if isinstance(n.op, Dispatch)), default=0.0)
 
 
 def _moved_wait(priced: Priced, hidden_dispatch: bool) -> bool:
