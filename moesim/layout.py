@@ -151,7 +151,7 @@ def parse_layout(text: str) -> Layout:
     """Layout of ``text``. Raises LayoutError naming the bad token, what is legal, and the nearest match."""
     values: dict[str, object] = {}
     for token in text.split():
-        for name, value in _parse_token(token).items():
+        for name, value in parse_token(token).items():
             if name in values and name != "schedule":
                 raise LayoutError(f"layout {text!r}: {token!r} sets {name} twice")
             if name in values:
@@ -166,7 +166,8 @@ def parse_layout(text: str) -> Layout:
     return layout
 
 
-def _parse_token(token: str) -> dict[str, object]:
+def parse_token(token: str) -> dict[str, object]:
+    """Layout fields that one token of the text form sets. Raises LayoutError."""
     if token in SCHEDULES:
         return {"schedule": token}
     if token in PRECISIONS:

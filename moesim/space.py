@@ -12,7 +12,7 @@ from typing import Any, Callable
 
 import numpy as np
 
-from moesim.layout import DEFAULT_SMS, DISPATCHERS, OVERLAP_RULES, Layout, LayoutError, illegal, parse_layout
+from moesim.layout import DEFAULT_SMS, DISPATCHERS, OVERLAP_RULES, Layout, LayoutError, illegal, parse_token
 from moesim.schedules import SCHEDULES
 
 AXIS_FIELDS = {
@@ -79,12 +79,20 @@ def _degree(axis: str, value: Any) -> int:
 
 
 def _token(prefix: str, field: str) -> Callable[[str, Any], Any]:
-    return lambda axis, value: getattr(parse_layout(f"{prefix}{value}"), field)
+    return lambda axis, value: _fields(prefix, value, field)[field]
 
 
 def _overlap(axis: str, value: Any) -> tuple[tuple[str, ...], int]:
-    layout = parse_layout(f"zero3 ov:{value}")
-    return layout.overlap, layout.prefetch
+    found = _fields("ov:", value, "overlap")
+    return found["overlap"], found["prefetch"]
+
+
+def _fields(prefix: str, value: Any, field: str) -> dict[str, Any]:
+    """What the token ``prefix`` + ``value`` sets: ``field``, or it is not a value of this axis."""
+    found = parse_token(f"{prefix}{value}")
+    if field not in found:
+        raise LayoutError(f"{value!r} is a word of the layout text, but sets {', '.join(found)}")
+    return found
 
 
 def _dispatcher(axis: str, value: Any) -> str:
@@ -179,10 +187,12 @@ def _degrees(t: _Table, values, model, workload, world: int) -> None:
 
 def _schedules(t: _Table, values, model, workload) -> None:
     names = list(values["schedule"])
+    asked = len(names)
     if "1f1b" not in names and 1 in values["pp"]:
         names.append("1f1b")
     values["schedule"] = names
     t.cross("schedule", list(range(len(names))))
+    t.keep((t["schedule"] < asked) | (t["pp"] == 1), "")
     t.cross("vpp", values["vpp"])
     plain = np.array([n in ("1f1b",) for n in names])[t["schedule"]]
     t.keep((t["pp"] > 1) | (plain & (t["vpp"] == 1)), "one pipeline rank needs no schedule but 1f1b")
