@@ -21,6 +21,7 @@ def fit(
     """Turn calibration/measurements into one YAML profile a GPU, and print the errors, in sample and held out."""
     from calibration.assemble import profile
     from calibration.build import GPUS, bench
+    from calibration.held_out import pooled
     from calibration.write import profile_yaml, write_text
     from moesim.profile import PROFILES
 
@@ -38,37 +39,8 @@ def fit(
         for term in found.terms:
             for error in term.fits:
                 print(_line(f"{name} {term.name}", error.split, error))
-    for split, name, error in pooled(made):
-        print(_line(f"all {name}", split, error))
-
-
-def pooled(made) -> list:
-    """(split, kind, Fit) over every GPU: the figures the targets are about."""
-    import numpy as np
-
-    from calibration import compute, network, splits
-    from calibration.build import GPUS
-    from calibration.models import measured
-    from calibration.validate import errors
-
-    found = []
-    for split in splits.SPLITS:
-        for dtype in compute.KERNELS:
-            keys = [key for key in made.gemm if key[1] == dtype]
-            held = np.concatenate([made.out_of_fold_gemm(*key, split) for key in keys])
-            truth = np.concatenate([measured(compute.gemm_rows(made.rows, *key)) for key in keys])
-            found.append((split, f"gemm.{dtype}", errors(held, truth, split)))
-        rows, held = made.ffn_out_of_fold[split]
-        known = np.isfinite(held)
-        found.append((split, "fused_ffn", errors(held[known], measured(rows)[known], split)))
-    for dtype in compute.KERNELS:
-        keys = [key for key in made.gemm if key[1] == dtype and key[0] != compute.REFERENCE]
-        away = np.concatenate([made.unseen_gpu_gemm(*key) for key in keys])
-        truth = np.concatenate([measured(compute.gemm_rows(made.rows, *key)) for key in keys])
-        found.append(("unseen GPU", f"gemm.{dtype}", errors(away, truth, "unseen GPU")))
-    own = [c for gpu in GPUS for c in network.curves(gpu, made.rows, made.sheets) if not c.lender]
-    found.append(("alternate", "NCCL curves", network.interpolation_errors(own)[0]))
-    return found
+    for name, error in pooled(made):
+        print(_line(f"all {name}", error.split, error))
 
 
 def _line(name: str, split: str, error) -> str:

@@ -22,15 +22,16 @@ KERNELS = {
 REFERENCE = "b300"
 """The GPU whose table is ten sizes deep: the others (two or three sizes) start from its tile
 parameters, believed to BORROWED_SIGMA in log."""
-BORROWED = ("ramp_k", "small_tile", "quantisation", "quant_row_s")
+BORROWED = ("ramp_k", "small_tile", "quantisation", "quant_row_s", "sm_bandwidth", "split_s")
 BORROWED_SIGMA = 0.3
 LEAST_ROWS = 20
 """Rows below which another library's kernel gets no parameters of its own."""
 MEMORY_PRIOR = (0.73, 0.1)
 """Share of the HBM peak a copy reaches (GB200 0.73, H100 0.76-0.87, A100 0.81: measurements/memory.csv), for GPUs whose GEMM rows
 are all compute bound."""
-DROOP_PRIOR = {"droop": (0.2, 1.0), "droop_s": (5e-4, 1.0)}
-"""Wide beliefs: tables without long kernels, or of a GPU that doesn't slow down, say nothing about the clock."""
+WIDE_PRIOR = {"droop": (0.2, 1.0), "droop_s": (5e-4, 1.0), "sm_bandwidth": (2e11, 0.7), "split_s": (1e-6, 1.0)}
+"""Wide beliefs, so that a table which says nothing about one of them still has a fit: no long kernels (the clock), no small m (what
+one SM loads alone). B300's ten sizes settle them by themselves."""
 FFN_PRIOR = {"rate": 0.7, "bandwidth": 0.8, "row_bandwidth": 0.4, "fixed_s": 5e-5, "skew": 0.1}
 FFN_SIGMA = (1.0, 0.3)
 """Width of the belief about a fused FFN's parameters: loose while the kernels' median is found, then this tight around it."""
@@ -54,7 +55,7 @@ def fit_gemm(rows: Sequence[Row], lender: Mapping[str, float] | None, dtype: str
         borrowed = {name: (lender[name], BORROWED_SIGMA) for name in BORROWED}
     peak = sheet[PEAK_OF[dtype]]
     parameters = [replace(p, high=1.1 * peak, start=0.85 * peak) if p.name == "rate" else p for p in gemm.PARAMETERS]
-    prior = {"bandwidth": (MEMORY_PRIOR[0] * sheet["hbm"], MEMORY_PRIOR[1]), **DROOP_PRIOR, **borrowed}
+    prior = {"bandwidth": (MEMORY_PRIOR[0] * sheet["hbm"], MEMORY_PRIOR[1]), **WIDE_PRIOR, **borrowed}
     start = {"bandwidth": 0.7 * sheet["hbm"]}
     num_sms = int(sheet["num_sms"])
     return fit(lambda p: predict(p, num_sms, rows), measured(rows), parameters, fixed, start, prior)

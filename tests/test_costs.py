@@ -55,8 +55,8 @@ def test_every_model_declares_its_parameters_with_units_and_bounds():
 
 def test_tiles_equal_the_dumb_count_where_nothing_is_smooth():
     """One tile shape's worth of work exactly filling the GPU: waves x tile flops / per-SM rate, ramp included."""
-    params = {"rate": 1e15, "ramp_k": 100.0, "small_tile": 0.0, "quantisation": 1.0}
-    seconds = tile_seconds(params, 16, np.array([1024.0]), np.array([1024.0]), np.array([4096.0]))
+    params = {"rate": 1e15, "ramp_k": 100.0, "small_tile": 0.0, "quantisation": 1.0, "sm_bandwidth": 1e18, "split_s": 1.0}
+    seconds = tile_seconds(params, 16, np.array([1024.0]), np.array([1024.0]), np.array([4096.0]), 2.0)
     assert seconds[0] == pytest.approx(2 * 1024 * 1024 * (4096 + 100) / 1e15)
 
 

@@ -19,6 +19,8 @@ PARAMETERS = (
     Parameter("ramp_k", "elements", 0.0, 3000.0, 300.0, fitted=False),
     Parameter("small_tile", "1", 0.0, 0.6, 0.09, fitted=False),
     Parameter("quantisation", "1", 0.0, 1.0, 1.0, fitted=False),
+    Parameter("sm_bandwidth", "bytes/s an SM", 1e9, 1e15, 1e14, fitted=False),
+    Parameter("split_s", "s", 0.0, 1e-5, 1e-6, fitted=False),
 )
 
 
@@ -43,8 +45,8 @@ def seconds(params, num_sms, tokens, top_k, hidden, inter, experts, width, expon
     rows = tokens * top_k
     reached = experts_reached(rows, experts, exponent)
     per_group = np.maximum(rows / experts, 1.0)
-    compute = tile_seconds(params, num_sms, per_group, 2 * inter, hidden, experts)
-    compute = compute + tile_seconds(params, num_sms, per_group, hidden, inter, experts)
+    compute = tile_seconds(params, num_sms, per_group, 2 * inter, hidden, width, experts)
+    compute = compute + tile_seconds(params, num_sms, per_group, hidden, inter, width, experts)
     memory = 3.0 * reached * hidden * inter * width / params["bandwidth"]
     traffic = rows * (hidden * (4.0 + width) + inter * (6.0 + width)) / params["row_bandwidth"]
     kernel = (compute**3 + memory**3) ** (1 / 3)

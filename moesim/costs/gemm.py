@@ -12,6 +12,8 @@ PARAMETERS = (
     Parameter("ramp_k", "elements", 10.0, 3000.0, 250.0),
     Parameter("small_tile", "1", 1e-3, 0.6, 0.08),
     Parameter("quantisation", "1", 1e-2, 1.0, 0.5),
+    Parameter("sm_bandwidth", "bytes/s an SM", 2e10, 2e12, 2e11, "hbm"),
+    Parameter("split_s", "s", 1e-8, 1e-5, 1e-6),
     Parameter("bandwidth", "bytes/s", 5e11, 2e13, 5e12, "hbm"),
     Parameter("fixed_s", "s", 5e-7, 3e-5, 3e-6),
     Parameter("droop", "1", 1e-3, 1.5, 0.2),
@@ -31,7 +33,7 @@ def seconds(params, num_sms, m, n, k, width, out_bytes):
     element of C moved (2 stored in bf16, 8 read and written in FP32). ``floor_s``: host time of a kernel that a
     CUDA graph can't hold. Positive and monotone in m, n, k.
     """
-    compute = droop(tile_seconds(params, num_sms, m, n, k), params)
+    compute = droop(tile_seconds(params, num_sms, m, n, k, width), params)
     memory = (width * (m * k + n * k) + out_bytes * m * n) / params["bandwidth"]
     kernel = (compute**3 + memory**3) ** (1 / 3)
     quantise = (np.asarray(width) < 2.0) * (m * params["quant_row_s"] + m * k * (2.0 + width) / params["quant_bandwidth"])

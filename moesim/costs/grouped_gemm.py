@@ -23,8 +23,8 @@ def seconds(params, num_sms, groups, rows, n, k, width, weight_grad):
     GEMM. Positive and monotone in rows, n, k.
     """
     per_group = np.maximum(rows / groups, 1.0)
-    forward = tile_seconds(params, num_sms, per_group, n, k, groups) / params["efficiency"]
-    wgrad = tile_seconds(params, num_sms, n, k, per_group, groups) / params["wgrad_efficiency"]
+    forward = tile_seconds(params, num_sms, per_group, n, k, width, groups) / params["efficiency"]
+    wgrad = tile_seconds(params, num_sms, n, k, per_group, width, groups) / params["wgrad_efficiency"]
     compute = droop(np.where(weight_grad, wgrad, forward), params)
     operands = np.where(weight_grad, rows * (n + k), rows * k + groups * n * k) * width
     results = np.where(weight_grad, 8.0 * groups * n * k, 2.0 * rows * n)

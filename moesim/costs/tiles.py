@@ -13,24 +13,26 @@ TILE_SHAPES = ((256, 256), (256, 128), (128, 256), (128, 128), (128, 64), (64, 1
 SPLITS = (1, 2, 4, 8)
 
 
-def tile_seconds(params, num_sms, m, n, k, groups=1.0):
+def tile_seconds(params, num_sms, m, n, k, width, groups=1.0):
     """Seconds of ``groups`` products [m, k] @ [k, n] at burst clocks, without memory limits.
 
     params: rate (FLOP/s of the whole GPU in full tiles), ramp_k (k-elements of prologue and epilogue a tile), small_tile
-    (relative cost a halving of the tile area), quantisation (0: partial waves cost their share, 1: a full wave).
-    Arrays broadcast; returns seconds. Positive and monotone in m, n, k, groups.
+    (relative cost a halving of the tile area), quantisation (0: partial waves cost their share, 1: a full wave),
+    sm_bandwidth (bytes/s one SM can load: what limits a few SMs that stream a long k alone), split_s (seconds a doubling of the
+    k split adds). width: bytes an operand element. Arrays broadcast; returns seconds. Positive and monotone in m, n, k, groups.
     """
     per_sm = params["rate"] / num_sms
     best = None
     for tm, tn in TILE_SHAPES:
-        halvings = np.log2(256 * 256 / (tm * tn))
-        inefficiency = (1.0 + params["small_tile"]) ** halvings
+        inefficiency = (1.0 + params["small_tile"]) ** np.log2(256 * 256 / (tm * tn))
+        multiply = 2.0 * tm * tn * inefficiency / per_sm
+        load = (np.minimum(tm, m) + np.minimum(tn, n)) * width / params["sm_bandwidth"]
+        step = (multiply**4 + load**4) ** 0.25
         tiles = groups * np.ceil(m / tm) * np.ceil(n / tn)
         for split in SPLITS:
             full = tiles * split / num_sms
             waves = np.maximum(1.0, full) * (1 - params["quantisation"]) + np.ceil(full) * params["quantisation"]
-            depth = k / split + params["ramp_k"] * (1.0 + 0.5 * (split > 1))
-            seconds = waves * (2.0 * tm * tn * inefficiency / per_sm) * depth
+            seconds = waves * step * (k / split + params["ramp_k"]) + params["split_s"] * np.log2(split)
             best = seconds if best is None else np.minimum(best, seconds)
     return best
 
