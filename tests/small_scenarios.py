@@ -51,7 +51,7 @@ def random_axes(rng, num_values=2, axes=AXES):
     return {axis: rng.sample(values, min(len(values), rng.randint(1, num_values))) for axis, values in axes.items()}
 
 
-def random_spaces(rng, models=("moe", "mla", "window", "dense"), num_values=2):
+def random_spaces(rng, models=tuple(MODELS), num_values=2):
     """Endless (evaluator, space) of random scenarios that have at least one legal layout."""
     while True:
         model, stack, nodes = rng.choice(models), rng.choice(STACKS), rng.choice((1, 2))
