@@ -81,10 +81,16 @@ class Assembler:
 
 
 def co_runs(gammas) -> tuple[CoRun, ...]:
-    """Measured slowdowns; grouped GEMMs, which nobody measured apart, take those of GEMMs."""
-    found = [CoRun(g.running, g.beside, g.gamma) for g in gammas]
-    known = {(g.running, g.beside) for g in found}
-    return tuple(found + [replace(g, running="grouped_gemm") for g in found if g.running == "gemm" and ("grouped_gemm", g.beside) not in known])
+    """Measured slowdowns; grouped GEMMs, which nobody measured apart, take those of GEMMs on either side."""
+    found = {(g.running, g.beside): g.gamma for g in gammas}
+    for running, beside in list(found):
+        for pair in ((_grouped(running), beside), (running, _grouped(beside)), (_grouped(running), _grouped(beside))):
+            found.setdefault(pair, found[running, beside])
+    return tuple(CoRun(running, beside, gamma) for (running, beside), gamma in found.items())
+
+
+def _grouped(kind: str) -> str:
+    return "grouped_gemm" if kind == "gemm" else kind
 
 
 class Build:
@@ -124,7 +130,7 @@ class Build:
         if self.layout.pp == 1:
             return None
         seconds, nvlink, nic, *_ = self.parts.price(Collective("send_recv", size, Group(2, self.layout.groups["pp"].stride)))
-        return Transfer(seconds, tuple((n, min(1.0, b / seconds)) for n, b in (("nvlink", nvlink), ("nic", nic)) if b > 0))
+        return Transfer(seconds, self.parts.uses(seconds, nvlink, nic))
 
     def _marks(self, split: bool) -> tuple[set[Action], set[Action]]:
         """First forward and last gradient-completing action of every virtual stage."""
@@ -206,7 +212,15 @@ class Build:
     def _gather(self, tape: "Tape", unit, released, position) -> tuple[int, ...]:
         window = self.layout.prefetch + 2
         deps = (released[position - window],) if self.sharded and position >= window else ()
-        return tuple(tape.add(self._collective("param_gather", op, DATA, deps)) for op in self.gather_ops(unit))
+        ops = self.gather_ops(unit)
+        if self.sharded and ops:
+            tape.add(self._shard_kernel("param_gather", self.parts.stack.fsdp_cast_bytes, ops, 2.0, DATA, deps))
+        return tuple(tape.add(self._collective("param_gather", op, DATA, deps)) for op in ops)
+
+    def _shard_kernel(self, role: str, width: float, ops, whole_bytes: float, stream: int, deps=()) -> Task:
+        """A kernel over this rank's shards of what ``ops`` make whole: casts before a gather, sums after a reduction."""
+        shard = sum(op.bytes / whole_bytes / op.group.size for op in ops if op.kind != "all_reduce")
+        return replace(self._kernel(role, width * shard, deps, kind="copy"), stream=stream)
 
     def gather_ops(self, unit) -> list[Collective]:
         """All-gathers that make one unit's bf16 weights whole."""
@@ -240,21 +254,23 @@ class Build:
             flying = self.parts.stack.fsdp_reduces_in_flight
             tape.wait(before[-flying] if len(before) >= flying else ())
             self._copy(tape, "grad_copy_in", self.parts.stack.fsdp_copy_in_bytes, unit)
-        return tuple(tape.add(self._collective("grad_reduce", op, REDUCE, (tape.last,) if tape.last >= 0 else ())) for op in ops)
+        made = tuple(tape.add(self._collective("grad_reduce", op, REDUCE, (tape.last,) if tape.last >= 0 else ())) for op in ops)
+        if self.sharded and ops:
+            tape.add(self._shard_kernel("grad_reduce", self.parts.stack.fsdp_accumulate_bytes, ops, GRAD_BYTES[self.layout.grad], REDUCE))
+        return made
 
     def _collective(self, role: str, op: Collective, stream: int, deps=(), **kw) -> Task:
         seconds, nvlink, nic, sms, term, _ = self.parts.price(op)
         if role in END_OF_STEP and not self.sharded:
             seconds, nvlink, nic = (x * self.parts.site.factor("end_of_step") for x in (seconds, nvlink, nic))
-        uses = tuple((n, min(1.0, b / seconds)) for n, b in (("nvlink", nvlink), ("nic", nic)) if b > 0)
-        return Task(role, "collective", stream, seconds, self._issue_s(), deps=deps, uses=uses, sms=sms, terms=((role, term, seconds),), **kw)
+        return Task(role, "collective", stream, seconds, self._issue_s(), deps=deps, uses=self.parts.uses(seconds, nvlink, nic), sms=sms, terms=((role, term, seconds),), **kw)
 
     def _issue_s(self) -> float:
         return self.parts.launch_s * (1.0 - self.parts.stack.graph_coverage[self.layout.graphs])
 
     def _kernel(self, role: str, moved: float, deps=(), kind: str = "optimizer", **kw) -> Task:
         seconds, *_, term, _ = self.parts.price(MemoryBound(kind, moved))
-        return Task(role, "memory_bound", COMPUTE, seconds, self._issue_s(), deps=deps, terms=((role, term, seconds),), **kw)
+        return Task(role, "memory_bound", COMPUTE, seconds, self._issue_s(), deps=deps, uses=(("hbm", 1.0),), terms=((role, term, seconds),), **kw)
 
     def rank_units(self, rank: int) -> list[tuple[str, ...]]:
         """FSDP units of everything a pipeline rank holds, in reverse (gradients become ready from the last layer on)."""

@@ -61,12 +61,11 @@ class Priced:
 
     node: Node
     seconds: float
-    nvlink: float
-    nic: float
     sms: int
     term: str
     provenance: str
     host_s: float
+    uses: tuple[tuple[str, float], ...] = ()
 
     @property
     def kind(self) -> str:
@@ -156,6 +155,15 @@ class Parts:
         slower = nic * (self.site.factor("nic") - 1.0)
         proxy = self.site.proxy_seconds(op.group.instances(self.cluster.domain)) if isinstance(op, Dispatch) else 0.0
         return max(seconds + slower + proxy, 0.05 * seconds), nic + slower
+
+    def uses(self, seconds: float, nvlink: float, nic: float) -> tuple[tuple[str, float], ...]:
+        """Shares of the links, and of the memory that feeds them, that a collective takes at its solo speed."""
+        if seconds <= 0:
+            return ()
+        capacity = {r.name: r.capacity for r in self.cluster.resources}
+        # What crosses a link is read from one HBM and written to another: each rank does both.
+        hbm = 2.0 * sum(busy * capacity.get(name, 0.0) for name, busy in (("nvlink", nvlink), ("nic", nic))) / capacity.get("hbm", np.inf)
+        return tuple((name, min(1.0, busy / seconds)) for name, busy in (("nvlink", nvlink), ("nic", nic), ("hbm", hbm)) if busy > 0)
 
     def price(self, op: Op) -> tuple:
         if op not in self.prices:
@@ -305,8 +313,9 @@ class Parts:
 
     def _price_node(self, node: Node) -> Priced:
         op, times = self._kernel(node.op)
-        seconds, *rest = self.prices[op]
-        return Priced(node, seconds * times, *rest, node.launches * self.launch_s)
+        seconds, nvlink, nic, sms, term, provenance = self.prices[op]
+        uses = self.uses(seconds, nvlink, nic) if node.stream == COMM else ()
+        return Priced(node, seconds * times, sms, term, provenance, node.launches * self.launch_s, uses)
 
     def _kernel(self, op: Op) -> tuple[Op, int]:
         """What this software launches for an op, and how often: a stack without grouped kernels runs one GEMM an expert."""
@@ -447,10 +456,7 @@ def _task(run: list[Priced], stream: int, deps: tuple[int, ...]) -> Task:
     total = float(seconds.sum())
     # Least time from the first issue to the last end: some kernel starts the moment it is issued.
     lag = float((np.cumsum(host) + np.cumsum(seconds[::-1])[::-1]).max())
-    uses, sms = (), 0
-    if stream == COMM_STREAM and total > 0:
-        uses = tuple((name, min(1.0, busy / total)) for name, busy in (("nvlink", run[0].nvlink), ("nic", run[0].nic)) if busy > 0)
-        sms = run[0].sms
+    uses, sms = (run[0].uses, run[0].sms) if stream == COMM_STREAM else ((), 0)
     kind = max(run, key=lambda p: p.seconds).kind
     terms = tuple((role_of(p.node), p.term, p.seconds) for p in run if p.seconds)
     return Task(run[0].node.role if len(run) == 1 else f"{run[0].node.role}..{run[-1].node.role}", kind, stream, total, float(host.sum()), lag,

@@ -132,8 +132,9 @@ class Screen:
         for k in range(len(self.items)):
             dense, expert = table["dense"][rows, k], table["expert"][rows, k]
             moved = np.where(full, dense * (self.dense_shards[rows] > 1) + expert * (self.expert_shards[rows] > 1), 0.0)
-            columns["gather"].append(self._collectives("all_gather", rows, dense * full, expert * full))
-            columns["reduce"].append(self._collectives("reduce_scatter", rows, dense * each, expert * each))
+            shard = full * (dense * (self.dense_shards[rows] > 1) / self.dense_shards[rows] + expert * (self.expert_shards[rows] > 1) / self.expert_shards[rows])
+            columns["gather"].append(self._collectives("all_gather", rows, dense * full, expert * full) + self._kernels("copy", stack.fsdp_cast_bytes * shard))
+            columns["reduce"].append(self._collectives("reduce_scatter", rows, dense * each, expert * each) + self._kernels("copy", stack.fsdp_accumulate_bytes * shard))
             columns["copy_out"].append(self._kernels("copy", stack.fsdp_copy_out_bytes * moved))
             columns["copy_in"].append(self._kernels("copy", stack.fsdp_copy_in_bytes * moved))
         return {name: np.stack(found, axis=1)[inverse] for name, found in columns.items()}

@@ -66,6 +66,8 @@ class Stack(BaseModel):
     # (https://github.com/pytorch/pytorch/blob/v2.11.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
     fsdp_copy_out_bytes: Annotated[float, Field(ge=0, le=64)] = 4.0  # a gathered parameter: bf16 read and written
     fsdp_copy_in_bytes: Annotated[float, Field(ge=0, le=64)] = 6.0  # a gradient: bf16 read, FP32 written
+    fsdp_cast_bytes: Annotated[float, Field(ge=0, le=64)] = 6.0  # a shard's parameter before its gather: FP32 read, bf16 written
+    fsdp_accumulate_bytes: Annotated[float, Field(ge=0, le=64)] = 12.0  # a shard's gradient after its reduction: FP32 added to FP32
     fsdp_reduces_in_flight: Annotated[int, Field(ge=1, le=64)] = 1
     fsdp_prefetch: Annotated[int, Field(ge=0, le=64)] = 1  # layers gathered ahead under ZeRO-3
     selective_recompute: tuple[str, ...] = ("core_attn",)  # roles meant by a bare "selective"
