@@ -263,6 +263,9 @@ def simulate(
     json_file: JsonOption = None,
     trace: Annotated[Optional[Path], _option("--trace", metavar="F", help="Write the step's timeline for Perfetto.")] = None,
     profile: ProfileOption = None,
+    anchors: AnchorsOption = None,
+    against: Annotated[Optional[str], _option("--against", metavar="SCENARIO", help="Explain the difference to this scenario's own layout, term by term.")] = None,
+    measured: Annotated[Optional[str], _option("--measured", metavar="TOK_S,TOK_S", help="With --against: measured tokens/s a GPU of both.")] = None,
 ) -> None:
     """Play one layout in full: where the seconds of a step and the bytes of the heaviest stage go.
 
@@ -270,6 +273,7 @@ def simulate(
 
       moesim simulate olmo_core3_old
       moesim simulate my.yaml --layout "pp4 dp16 ep8 zero1 mb1 1f1b" --trace step.json
+      moesim simulate olmo_core3_old --against olmo_core3_new --measured 19400,52000
     """
     from moesim import search
 
@@ -277,7 +281,11 @@ def simulate(
     spec = _load(scenario, sets)
     if layout is None and spec.layout is None:
         raise ValueError(f'{scenario}: has no layout of its own; give one, such as --layout "dp8 ep8 zero1 mb1 1f1b"')
-    candidate, timeline = search.simulate(spec, layout, profile=profile, want_timeline=trace is not None)
+    if against is not None:
+        return _simulate_against(spec, _load(against, sets), layout, profile, anchors, measured, json_file)
+    if measured is not None:
+        raise ValueError("--measured belongs to --against here; plan --measured compares one speed with its prediction")
+    candidate, timeline = search.simulate(spec, layout, profile=profile, anchors=anchors, want_timeline=trace is not None)
     if json_file is not None:
         _write_json(json_file, _candidate_dict(spec, candidate))
     if trace is not None:
@@ -288,6 +296,29 @@ def simulate(
 
     report.print_candidate(candidate, _console(err=json_file == STDOUT))
     _wrote(json_file, trace)
+
+
+def _simulate_against(spec: Scenario, other: Scenario, layout, profile, anchors, measured: str | None, json_file: str | None) -> None:
+    from dataclasses import asdict
+
+    from moesim import report, search
+
+    both = None if measured is None else _two_rates(measured)
+    found = search.explain_gap(spec, other, layout, profile=profile, anchors=anchors, measured=both)
+    if json_file is not None:
+        _write_json(json_file, {**asdict(found), "predicted_gap_s": found.predicted_gap_s, "unexplained_s": found.unexplained_s})
+    report.print_comparison(found, _console(err=json_file == STDOUT))
+    _wrote(json_file)
+
+
+def _two_rates(text: str) -> tuple[float, float]:
+    try:
+        first, second = (float(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--measured {text!r}: give two numbers, such as 19400,52000") from None
+    if not all(math.isfinite(v) and v > 0 for v in (first, second)):
+        raise ValueError(f"--measured {text!r}: both must be positive")
+    return first, second
 
 
 def _candidate_dict(spec: Scenario, candidate: Candidate) -> dict[str, Any]:

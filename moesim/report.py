@@ -272,6 +272,26 @@ def print_candidate(candidate: Candidate, console: Console) -> None:
         console.print(Text(f"note: {clean(note)}", style="yellow"))
 
 
+def print_comparison(found: Comparison, console: Console) -> None:
+    """Two runs term by term: milliseconds of a step, their difference, and the source that prices each term."""
+    gap = found.predicted_gap_s
+    table = _table("Term by term, ms of a step")
+    table.leading, table.show_footer = 0, True
+    table.add_column("term", footer="predicted gap", overflow="fold")
+    for name, total in (("first", sum(d.first_s for d in found.differences)), ("second", sum(d.second_s for d in found.differences)), ("difference", gap)):
+        table.add_column(name, footer=f"{1e3 * total:,.1f}", justify="right", no_wrap=True)
+    table.add_column("of the gap", footer="100.0%", justify="right", no_wrap=True)
+    table.add_column("priced by", overflow="fold")
+    for d in found.differences:
+        share = percent(d.excess_s / gap) if gap else "-"
+        table.add_row(Text(clean(d.role)), f"{1e3 * d.first_s:,.1f}", f"{1e3 * d.second_s:,.1f}", f"{1e3 * d.excess_s:,.1f}", share, Text(clean(d.source)))
+    console.print(_facts([("first", clean(found.first)), ("second", clean(found.second))]))
+    console.print(table)
+    if found.measured_gap_s is not None:
+        console.print(_facts([("measured gap", f"{1e3 * found.measured_gap_s:,.1f} ms"), ("predicted gap", f"{1e3 * gap:,.1f} ms"),
+                              ("unexplained", f"{1e3 * found.unexplained_s:,.1f} ms, {percent(found.unexplained_s / found.measured_gap_s)} of the measured gap")]))
+
+
 def _parts(title: str, unit: str, parts: Mapping[str, float], form) -> Table:
     """A table whose rows add up to its last line."""
     total = sum(parts.values())

@@ -72,6 +72,17 @@ def simulate(scenario, layout_text: str | None = None, *, profile=None, anchors=
     return evaluator.candidate(played, program), timeline
 
 
+def explain_gap(scenario, other, layout_text: str | None = None, *, profile=None, anchors=None, measured: tuple[float, float] | None = None):
+    """Why ``scenario`` (with the layout given, else its own) is slower or faster than ``other`` (with its own layout), role by role.
+    ``measured``: tokens/s/GPU of both. An anchor file refits the site of both."""
+    from moesim.compare import compare
+
+    for s, text in ((scenario, layout_text), (other, None)):
+        if text is None and s.layout is None:
+            raise ValueError(f"scenario {s.name!r} has no layout of its own: give one")
+    return compare((_evaluator(scenario, profile, anchors), layout_text or scenario.layout), (_evaluator(other, profile, anchors), other.layout), measured)
+
+
 def run_simulator(anchors=None):
     """What ``predict`` plays each published run with; ``anchors``: a file whose runs refit the sites they belong to."""
     from moesim.anchored import RunSimulator, sites_from_file
