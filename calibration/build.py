@@ -137,7 +137,7 @@ class Bench:
     @cached_property
     def grouped(self):
         """Grouped GEMM relative to a dense one of the same step: the one GPU with rows timed in training."""
-        rows = [r for r in self.rows if r.kind == "grouped_gemm" and r.kernel == "training step"]
+        rows = [r for r in self.rows if r.kind == "grouped_gemm" and r.gpu == "b200" and r.kernel == "training step"]
         level = training.sustained("b200", self.rows, self.dense, self.sheets)
         dense = {**self.dense["b200"], "rate": self.dense["b200"]["rate"] * level["factor"], "droop": level["droop"], "droop_s": level["droop_s"]}
         result = training.fit_grouped(rows, dense, int(self.sheets["b200"]["num_sms"]))

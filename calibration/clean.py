@@ -10,6 +10,7 @@ from pathlib import Path
 MEASUREMENTS = Path(__file__).parent / "measurements"
 GEMM_COLUMNS = ("source", "gpu", "precision", "m", "n", "k", "groups", "tflops", "notes")
 COLLECTIVE_COLUMNS = ("source", "hardware", "nodes", "gpus", "collective", "bytes", "time_us", "algbw_gbps", "busbw_gbps", "notes")
+MOST_EXPERTS = 100_000
 PRECISIONS = ("bf16", "fp16", "fp8", "fp8_block", "mxfp8", "nvfp4", "fp4")
 COLLECTIVES = {
     "all_gather": "all_gather",
@@ -60,7 +61,10 @@ def read_csv(path: Path) -> tuple[str, list[dict[str, str]]]:
     for name, needed in (("collectives", COLLECTIVE_COLUMNS[1:8]), ("gemm", GEMM_COLUMNS[1:8])):
         if set(needed) <= set(header):
             reader.fieldnames = header
-            return name, list(reader)
+            try:
+                return name, list(reader)
+            except csv.Error as error:
+                raise ValueError(f"{path}: not a CSV: {error}") from None
     raise ValueError(f"{path}: columns are those of neither gemm.csv ({', '.join(GEMM_COLUMNS)}) nor collectives.csv ({', '.join(COLLECTIVE_COLUMNS)})")
 
 
@@ -105,6 +109,8 @@ def gemm_row(line: int, row: dict[str, str]) -> Row:
     rate = number(row, "tflops") * 1e12
     flops = 2 * shape["m"] * shape["n"] * shape["k"] * shape["groups"]
     build = (line, gpu, dtype, shape, flops / rate, source)
+    if shape["groups"] > MOST_EXPERTS:
+        raise ValueError(f"groups is {row['groups']}: no model has so many experts")
     if "fused gated MoE" in notes:
         return _fused(build, notes)
     if "training GEMM layout" in notes:

@@ -126,6 +126,8 @@ def _fused(profile, row):
 
 
 def _collective(profile, row):
+    if row.shape["gpus"] < 2:
+        raise ValueError("a group of one GPU moves nothing")
     releases = sorted({c.software for c in profile.curves}, reverse=True)
     release = row.kernel if row.kernel in releases else profile.nccl
     table = network.tables(profile.curves, release)
@@ -134,8 +136,6 @@ def _collective(profile, row):
     where = network.reach([row], profile.nvlink_bytes_per_s, lambda r: network.NICS.get(r.gpu, 5e10))
     params = profile.parameters("network." + network.transport(row))
     seconds = collectives.seconds(params, table, row.dtype, np.array([row.shape["bytes"]]), where)[0][0]
-    if row.shape["gpus"] < 2:
-        raise ValueError("a group of one GPU moves nothing")
     shape = {"bytes": row.shape["bytes"], "members": row.shape["gpus"]}
     return seconds, network.single_domain(row) and _inside(profile.term(f"{row.dtype}.nvlink"), shape)
 
