@@ -14,8 +14,9 @@ HOST = {
         "https://susun-blog.com/blog/pegainfer-3-cuda-graph",
     ),
 }
-"""PyTorch small-kernel launch: 11.3-17.7 us on the hosts measured, 4-6 us for a bare driver launch. The fastest host measured, because
-those that ship with Blackwell are newer; sigma covers the rest. No public figure separates Grace from x86, so both have the same."""
+"""PyTorch time to issue one tiny GEMM: 11.3-17.7 us over eight sizes of one published run, whose host isn't named; 4-6 us for a bare
+driver launch. The lowest of the eight, because launch time doesn't depend on size and the least disturbed run shows it; sigma covers
+the others. No public figure separates Grace from x86, so both have the same."""
 
 COLLECTIVE_SMS = 16
 """NCCL kernels hold 8-32 SMs without registered buffers (MEGATRON_MOE): the geometric mean."""
