@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesim.critical import Columns, CriticalPaths, PairKind, Structure, critical_paths, paths_of
-from moesim.maxplus import IN, NEVER, OUT, Board, costs_of, reduce
+from moesim.critical import PAIR_TIMES, Columns, CriticalPaths, PairKind, Structure, critical_paths, paths_of
+from moesim.maxplus import END, HOST, IN, NEVER, OUT, Board, costs_of, reduce
 from moesim.program import COMPUTE, Program
 from moesim.schedules import LETTERS
 from moesim.wiring import Wiring, actions, check
@@ -22,6 +22,14 @@ from moesim.wiring import Wiring, actions, check
 _STREAM = COMPUTE + 1  # row and column of the compute stream in a body's matrix
 _NO_PATH = -1e30  # stands for -inf where it is multiplied by a weight of 0
 _BLOCK = 8192
+
+
+@dataclass(frozen=True)
+class Runs:
+    """How a half of a pair is cut for interleaving, by letter [L, V]: number of its compute runs, seconds of the longest."""
+
+    num: Mapping[str, np.ndarray]
+    longest: Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -34,17 +42,33 @@ class Durations:
 
     A lane other than compute adds up over a rank's actions but not along a path: host and prefetches run ahead while the
     rank waits, so max(path, host) is not a time that an action always takes.
+
+    runs: where pairs interleave compute runs by their fraction (run i of n at i / n, first half first on ties), an output comes
+    only after all compute issued before it; without `runs` a half counts as if it met nothing of the other.
     """
 
     path: Mapping[str, np.ndarray]
     lanes: Mapping[str, np.ndarray]
     hop: np.ndarray
+    runs: Runs | None = None
 
     def pair(self, kind: PairKind) -> np.ndarray:
-        """[L] Least time of a pair: both paths, and what both need of the compute and the communication lane."""
-        (letter_a, a), (letter_b, b) = kind
-        lanes = self.lanes[letter_a][:2, :, a] + self.lanes[letter_b][:2, :, b]
-        return np.maximum.reduce([*lanes, self.path[letter_a][:, a], self.path[letter_b][:, b]])
+        """[PAIR_TIMES, L] Least times of a pair: both paths, and what both need of the compute and the communication lane."""
+        path = [self.path[letter][:, stage] for letter, stage in kind]
+        lanes = sum(self.lanes[letter][:2, :, stage] for letter, stage in kind)
+        whole = np.maximum.reduce([*lanes, *path])
+        ways = np.full((PAIR_TIMES, len(whole)), _NO_PATH)
+        ways[:5], ways[5], ways[8] = (whole, path[0], path[1], path[0], path[1]), path[0], path[1]
+        return ways if self.runs is None else np.maximum(ways, self._interleaved(kind, lanes[0]))
+
+    def _interleaved(self, kind: PairKind, compute: np.ndarray) -> np.ndarray:
+        """[PAIR_TIMES, L] All compute of the pair less the runs issued before an input's first or after an output's last."""
+        (n_0, n_1), (longest_0, longest_1) = ([of[letter][:, stage] for letter, stage in kind] for of in (self.runs.num, self.runs.longest))
+        after = (np.floor(n_1 / n_0) * longest_1, (np.ceil(n_0 / n_1) - 1) * longest_0)
+        before = (0.0, longest_0)
+        crossing = [compute - before[i] - after[j] for i in (0, 1) for j in (0, 1)]
+        ways = np.array([compute, compute, compute - longest_0, compute - after[0], compute - after[1], *crossing])
+        return np.where(ways > 1e-9 * compute, ways, _NO_PATH)  # nothing left: the input may come after the output
 
 
 def screen_structure(structure: Structure, num_microbatches: int, durations: Durations) -> np.ndarray:
@@ -58,7 +82,8 @@ def screen_structure(structure: Structure, num_microbatches: int, durations: Dur
             times[at * num_stages : (at + 1) * num_stages] = seconds.T
     times[paths.columns.transfer : paths.columns.transfer + 2] = durations.hop
     for p, kind in enumerate(paths.columns.pairs):
-        times[paths.columns.transfer + 2 + p] = durations.pair(kind)
+        at = paths.columns.transfer + 2 + PAIR_TIMES * p
+        times[at : at + PAIR_TIMES] = durations.pair(kind)
     _, placement = structure(num_microbatches)
     return np.maximum(screen(paths, times, num_microbatches), num_microbatches * _busiest(durations, placement, paths.letters))
 
@@ -112,18 +137,26 @@ def _times_of(program: Program, columns: Columns, wires: Wiring, matrices: list[
     times = np.full((len(columns), 1), np.inf)
     for r in range(0, program.num_ranks, program.peers):
         for entry, k, waits in dict.fromkeys(zip(map(_anonymous, program.orders[r]), program.body_index[r], wires.waits[r])):
-            for j, action in enumerate(acts := actions(entry)):
-                into = [IN + j] if j in waits else []
-                hold = min(matrices[k][_STREAM, c] for c in (into if len(acts) == 2 else [_STREAM, *into]) or [_STREAM])
-                reach = min(matrices[k][OUT + j, c] for c in [_STREAM, *into])
-                for column, value in ((columns.hold(action), hold), (columns.reach(action), reach)):
-                    times[column] = min(times[column, 0], value)
-            if len(acts) == 2:
-                times[columns.pair(entry)] = min(times[columns.pair(entry), 0], matrices[k][_STREAM, _STREAM])
+            for column, value in _ways(columns, entry, matrices[k], waits, program.run_ahead == 1):
+                times[column] = min(times[column, 0], value)
     for i, transfer in enumerate((program.transfer_forward, program.transfer_backward)):
         times[columns.transfer + i] = transfer.seconds if transfer else 0.0
     times[np.isposinf(times)] = 0.0  # columns that no entry has
     return np.maximum(times, _NO_PATH)
+
+
+def _ways(columns: Columns, entry, matrix: np.ndarray, waits: frozenset[int], is_serial: bool) -> list[tuple[int, float]]:
+    """(column, seconds) of each way through a body; a half without input gives no way in. An entry is held up by the compute
+    stream, or, where the host doesn't run ahead (`is_serial`), by the end of the entry before, when its host starts."""
+    rows = (END if is_serial else _STREAM, OUT, OUT + 1)
+    sources = [HOST if is_serial else _STREAM, *(IN + j if j in waits else -1 for j in (0, 1))]
+    if len(actions(entry)) == 1:
+        hold, reach = (min(matrix[row, c] for c in sources[:2] if c >= 0) for row in rows[:2])
+        return [(columns.hold(entry), hold), (columns.reach(entry), reach)]
+    into_stream = [(rows[0], c) for c in sources]
+    to_outputs = [(row, c) for c in sources for row in rows[1:]]
+    ways = [matrix[row, c] if c >= 0 else 0.0 for row, c in into_stream + to_outputs]
+    return list(enumerate(ways, columns.pair(entry)))
 
 
 def _anonymous(entry):
@@ -132,9 +165,11 @@ def _anonymous(entry):
 
 
 def _before(program: Program, wires: Wiring) -> float:
-    """When the prologue opens the first entry of the rank where every path begins."""
-    board = Board([program], wires, 1, None)
-    return float(board.gates.get(wires.first[program.placement[0]], np.zeros(1))[0])
+    """When the prologue lets the first entry of the rank where every path begins go on, by its gate or (see _ways) its host."""
+    board, first = Board([program], wires, 1, None), program.placement[0]
+    if program.run_ahead == 1:
+        return float(board.state[first, HOST, 0])
+    return float(board.gates.get(wires.first[first], np.zeros(1))[0])
 
 
 def _after(program: Program, wires: Wiring) -> float:
@@ -143,6 +178,7 @@ def _after(program: Program, wires: Wiring) -> float:
     board = Board([program], wires, num_ranks, None)
     board.run_ahead = 0
     board.state[:], board.ends[:] = NEVER, NEVER
+    ended = HOST if program.run_ahead == 1 else _STREAM  # what a way through the last entry ends in, see _ways
     for r, last in enumerate((*wires.first[1:], wires.num_entries)):
-        board.state[r, _STREAM, r] = board.ends[last - 1, r] = 0.0
+        board.state[r, ended, r] = board.ends[last - 1, r] = 0.0
     return float(board.finish().min())

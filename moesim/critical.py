@@ -10,8 +10,9 @@ Number of microbatches: orders of a schedule repeat in the steady state, so a pa
 m grows if it lingers there for one more period of that rank's work; `grow` holds those periods. Where an order doesn't repeat,
 the structure is examined at the number of microbatches asked for.
 
-Columns of a row: hold of (letter, stage), reach of (letter, stage), transfer forward, transfer backward, pairs. "hold" is how long
-an action keeps the compute stream, "reach" how long until its output; a pair holds the stream for its own time.
+Columns of a row: hold of (letter, stage), reach of (letter, stage), transfer forward, transfer backward, then PAIR_TIMES columns
+for each kind of pair. "hold" is how long an action keeps the compute stream, "reach" how long until its output, both from its
+input or a free stream, whichever is later. In a pair each way through has its own time: the halves get in each other's way.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ PairKind = tuple[tuple[str, int], tuple[str, int]]
 Structure = Callable[[int], tuple[tuple, tuple[int, ...]]]
 """number of microbatches -> (orders, placement); ValueError where it is not legal."""
 _REMEMBERED = 1024
+PAIR_TIMES = 9
+"""Stream to stream; inputs 0, 1 to stream; stream to outputs 0, 1; input i to output j at 5 + 2 i + j."""
+_NEVER = -1e30
 _SEED = 20_240_601  # of the stage times that are tried; any will do
 _NUM_RANDOM = 20
 
@@ -52,10 +56,11 @@ class Columns:
         return 2 * len(LETTERS) * self.num_stages
 
     def pair(self, pair: Pair) -> int:
-        return self.transfer + 2 + self.pairs.index(pair_kind(pair))
+        """The first of its columns."""
+        return self.transfer + 2 + PAIR_TIMES * self.pairs.index(pair_kind(pair))
 
     def __len__(self) -> int:
-        return self.transfer + 2 + len(self.pairs)
+        return self.transfer + 2 + PAIR_TIMES * len(self.pairs)
 
 
 @dataclass(frozen=True)
@@ -152,6 +157,8 @@ def _tries(columns: Columns, placement: tuple[int, ...]) -> np.ndarray:
     scale += [1.0 + amount * (rank_of == rank) for rank in range(num_ranks) for amount in (0.15, 1.0)]
     scale += [np.where(np.arange(len(placement)) == stage, 1.6, 1.0) for stage in (0, len(placement) - 1)]
     scale += list(np.exp(rng.normal(0.0, 0.12, (_NUM_RANDOM, len(placement)))))
+    num = len(scale)
+    scale *= 3 if columns.pairs else 1
     times = np.empty((len(columns), len(scale)))
     for i, stages in enumerate(scale):
         by_letter = np.array([1.0, rng.uniform(1.8, 2.2), rng.uniform(0.9, 1.2), rng.uniform(0.7, 1.1)])
@@ -159,9 +166,19 @@ def _tries(columns: Columns, placement: tuple[int, ...]) -> np.ndarray:
         times[columns.transfer : columns.transfer + 2, i] = 0.0 if i == 0 else rng.uniform(0.0, 0.2)
         overlap = rng.uniform(0.6, 1.0)
         for p, pair in enumerate(columns.pairs):
-            alone = [by_letter[LETTERS.index(letter)] * stages[stage] for letter, stage in pair]
-            times[columns.transfer + 2 + p, i] = max(max(alone), overlap * sum(alone))
+            first, second = (by_letter[LETTERS.index(letter)] * stages[stage] for letter, stage in pair)
+            at = columns.transfer + 2 + PAIR_TIMES * p
+            times[at : at + PAIR_TIMES, i] = _pair_times(first, second, overlap, i // num)
     return times
+
+
+def _pair_times(first: float, second: float, overlap: float, way: int) -> list[float]:
+    """Times of a pair whose halves 0: run evenly mixed, 1: don't meet but on the stream, 2: follow each other."""
+    if way == 2:
+        whole = first + second
+        return [whole, whole, second, first, whole, first, whole, _NEVER, second]
+    whole = max(first, second, overlap * (first + second))
+    return [whole] * PAIR_TIMES if way == 0 else [whole, first, second, first, second, first, _NEVER, _NEVER, second]
 
 
 @dataclass(frozen=True)
@@ -196,8 +213,14 @@ class _Graph:
         pairs = dict.fromkeys(pair_kind(entry) for order in orders for entry in order if isinstance(entry, Pair))
         self.columns = Columns(len(placement), tuple(pairs))
         self.opening = frozenset(self.wires.first)
-        self.hold = [tuple(map(self.columns.hold, acts)) for acts in self.flat]
-        self.whole = [self.columns.pair(Pair(*acts)) if len(acts) == 2 else hold[0] for acts, hold in zip(self.flat, self.hold)]
+        self.ways = [self._ways(acts) for acts in self.flat]
+
+    def _ways(self, acts: tuple[Action, ...]) -> tuple[int, ...]:
+        """The column of each way through an entry, in the order of PAIR_TIMES."""
+        if len(acts) == 2:
+            return tuple(range(at := self.columns.pair(Pair(*acts)), at + PAIR_TIMES))
+        hold, reach = self.columns.hold(acts[0]), self.columns.reach(acts[0])
+        return (hold, hold, hold, reach, reach, reach, reach, reach, reach)
 
     def critical(self) -> list[_Trace]:
         """The distinct critical paths of the stage times that are tried."""
@@ -214,46 +237,40 @@ class _Graph:
         wires = self.wires
         freed = np.zeros((wires.num_entries + 1, times.shape[1]))
         delivered = np.zeros((2 * wires.num_entries + 1, times.shape[1]))
+        delivered[-1] = _NEVER  # what an entry without input waits for
         before = np.array([-1 if e in self.opening else e - 1 for e in range(wires.num_entries)])
         source, stream = np.array(wires.source), np.array(wires.stream).reshape(-1, 2)
-        whole = np.array(self.whole)
-        hold = np.array([(columns[0], columns[-1]) for columns in self.hold])
-        reach = hold + self.columns.reach(Action(0, "F", 0))
-        padded = np.vstack([times, np.zeros(times.shape[1])])
+        ways, padded = np.array(self.ways), np.vstack([times, np.zeros(times.shape[1])])
         travel = np.where(stream >= 0, self.columns.transfer + stream - SEND_NEXT, len(times))
         for level in map(list, wires.levels):
-            start = freed[before[level]]
-            end = start + times[whole[level]]
+            start, arrival = freed[before[level]], delivered[source[level].T]
+            way = times[ways[level].T]
+            freed[level] = np.maximum(start + way[0], np.maximum(arrival[0] + way[1], arrival[1] + way[2]))
             for j in (0, 1):
-                arrival = delivered[source[level, j]]
-                np.maximum(end, arrival + times[hold[level, j]], out=end)
-                out = np.maximum(start, arrival) + times[reach[level, j]] + padded[travel[level, j]]
-                delivered[2 * np.array(level) + j] = out
-            freed[level] = end
+                out = np.maximum(start + way[3 + j], np.maximum(arrival[0] + way[5 + j], arrival[1] + way[7 + j]))
+                delivered[2 * np.array(level) + j] = out + padded[travel[level, j]]
         return freed, delivered
 
     def _trace(self, e: int, freed: list[float], delivered: list[float], times: list[float]) -> _Trace:
         """Walks back from the end of entry e. `slot` = the delivery to explain, or -1: the stream getting free."""
         row, visited, slot = [0] * len(self.columns), [], -1
-        sources, streams, to_reach = self.wires.source, self.wires.stream, self.columns.reach(Action(0, "F", 0))
+        sources, streams = self.wires.source, self.wires.stream
         while e >= 0:
             visited.append(e)
-            hold, waits = self.hold[e], sources[e]
+            ways = self.ways[e]
             before = -1 if e in self.opening else e - 1
-            start = freed[before] if before >= 0 else 0.0
-            if slot >= 0:
-                row[hold[slot & 1] + to_reach] += 1
+            if slot < 0:
+                stream_way, input_ways = ways[0], ways[1:3]
+            else:
+                stream_way, input_ways = ways[3 + (slot & 1)], (ways[5 + (slot & 1)], ways[7 + (slot & 1)])
                 if streams[slot] >= 0:
                     row[self.columns.transfer + streams[slot] - SEND_NEXT] += 1
-                source = waits[slot & 1]
-                by_input = source >= 0 and delivered[source] > start
-            else:
-                end, source, by_input, column = start + times[self.whole[e]], -1, False, self.whole[e]
-                for at, slot_in in zip(hold, waits):
-                    if slot_in >= 0 and delivered[slot_in] + times[at] > end:
-                        end, source, by_input, column = delivered[slot_in] + times[at], slot_in, True, at
-                row[column] += 1
-            e, slot = (source >> 1, source) if by_input else (before, -1)
+            latest, came_from, way = (freed[before] if before >= 0 else 0.0) + times[stream_way], -1, stream_way
+            for source, input_way in zip(sources[e], input_ways):
+                if source >= 0 and delivered[source] + times[input_way] > latest:
+                    latest, came_from, way = delivered[source] + times[input_way], source, input_way
+            row[way] += 1
+            e, slot = (came_from >> 1, came_from) if came_from >= 0 else (before, -1)
         return _Trace(np.array(row, dtype=float), tuple(reversed(visited)))
 
     def work(self, order, at: int, size: int) -> np.ndarray:
