@@ -88,7 +88,7 @@ def recomputed(node: Node, recompute: Iterable[str]) -> bool:
 
 def backward(block: Block, recompute: frozenset[str] = frozenset(), ratio: float = 1.0) -> Block:
     """The adjoint block: recomputed nodes first, then for each forward node, last to first, its input-gradient (phase I) and
-    weight-gradient (phase W) ops. ``ratio`` scales the kernel launches of an adjoint node against its forward node.
+    weight-gradient (phase W) ops. ``ratio`` = kernel launches of all adjoint ops of a node over its own.
 
     The gradient of a node's output is complete when the input gradients of all its consumers are.
     """
@@ -105,9 +105,10 @@ def backward(block: Block, recompute: frozenset[str] = frozenset(), ratio: float
         needs = ready + ((node.key + ".R",) if node.key + ".R" in again else ())
         inputs, weights = node.op.adjoint()
         out += _regather(node, block, needs)
-        made = [_adjoint(node, f"{node.key}.I{i}", op, needs, "I", ratio) for i, op in enumerate(inputs)]
+        each = ratio / max(1, len(inputs) + len(weights))
+        made = [_adjoint(node, f"{node.key}.I{i}", op, needs, "I", each) for i, op in enumerate(inputs)]
         out += made
-        out += [_adjoint(node, f"{node.key}.W{i}", op, needs, "W", ratio) for i, op in enumerate(weights)]
+        out += [_adjoint(node, f"{node.key}.W{i}", op, needs, "W", each) for i, op in enumerate(weights)]
         carried[node.key] = (made[-1].key,) if made else ready
     return Block(tuple(out))
 
@@ -124,9 +125,8 @@ def _recompute_deps(node: Node, block: Block, recompute: frozenset[str]) -> tupl
 
 
 def _adjoint(node: Node, key: str, op: Op, deps: tuple[str, ...], phase: str, ratio: float) -> Node:
-    kinds = 2.0 if node.params else 1.0
     return Node(key=key, role=node.role, op=op, deps=deps, stream=node.stream, shard=node.shard, phase=phase,
-                launches=node.launches * ratio / kinds, expert=node.expert)
+                launches=node.launches * ratio, expert=node.expert)
 
 
 def insert_before(block: Block, key: str, node: Node) -> Block:

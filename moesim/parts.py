@@ -117,7 +117,9 @@ class Parts:
         """Key of a part named as ``pipeline.stage_contents`` names layers ("attention@128", "moe", "head", ...)."""
         base, _, window = name.partition("@")
         moe = base == "moe"
-        common = (base, int(window) if window else None, layout.tp, layout.cp, layout.mb, layout.precision, layout.recompute, layout.graphs, layout.grad)
+        # Full recompute is of layers: between the vocabulary projection and its backward there is nothing to save memory for.
+        recompute = () if base == "head" else layout.recompute
+        common = (base, int(window) if window else None, layout.tp, layout.cp, layout.mb, layout.precision, recompute, layout.graphs, layout.grad)
         if not moe:
             return PartKey(*common)
         return PartKey(*common, layout.ep, layout.etp, layout.dispatcher, layout.sms, layout.overlaps("shared"), self._uneven_layers(layout))
@@ -242,7 +244,7 @@ class Parts:
         forward = axes.shard(_BUILD[key.name](self.model, work or self.work(layout), key.window), layout, self.model)
         forward = self._host(forward, key)
         adjoint = backward(forward, frozenset(key.recompute), self.stack.backward_launch_ratio)
-        return forward, self._accumulate(adjoint, key)
+        return forward, self._accumulate(_weights_before_dispatch(adjoint) if key.hidden_dispatch else adjoint, key)
 
     def _host(self, block: Block, key: PartKey) -> Block:
         """Kernel launches and device-to-host waits of this software."""
@@ -378,6 +380,14 @@ def _of(part: Part, letter: str) -> list[Priced]:
 def _buffer(block: Block) -> float:
     """Bytes of a dispatcher's receive buffer with room for the mean rows requested, beyond the activations that backward keeps."""
     return max((n.op.tokens * n.op.top_k * n.op.hidden * 2.0 for n in block if isinstance(n.op, Dispatch)), default=0.0)
+
+
+def _weights_before_dispatch(adjoint: Block) -> Block:
+    """Frameworks compute both gradients of a product in one call, so what stands beside the adjoint of a dispatch are the shared
+    experts, not the weight gradients of the routed ones."""
+    keys = {n.key for n in adjoint}
+    weights = lambda deps: tuple(w for d in deps if (w := d.removesuffix(".I0") + ".W0") in keys)  # noqa: E731
+    return Block(tuple(replace(n, deps=n.deps + weights(n.deps)) if n.role == "dispatch" else n for n in adjoint))
 
 
 def _moved_wait(priced: Priced, hidden_dispatch: bool) -> bool:
