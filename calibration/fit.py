@@ -40,8 +40,10 @@ def fit(
     """Least squares of log(predicted / measured), outliers damped beyond NOISE unless ``robust`` is False.
 
     prior: name -> (value, sigma of its logarithm): what is believed before these measurements, weighed as one measurement whose
-    noise is NOISE. Parameters that declare ``fitted=False`` stay at their start.    predict maps all parameters to seconds, one a measurement. Parameters in ``fixed`` stay. ValueError where the data can't identify
-    the free ones (a direction in parameter space that changes no prediction), naming them.
+    noise is NOISE. Parameters that declare ``fitted=False`` stay at their start.
+
+    predict maps all parameters to seconds, one a measurement. Parameters in ``fixed`` stay. ValueError where the data can't
+    identify the free ones (a direction in parameter space that changes no prediction), naming them.
     """
     from scipy.optimize import least_squares
 

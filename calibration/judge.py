@@ -10,7 +10,7 @@ from typing import Sequence
 
 import numpy as np
 
-from calibration import network
+from calibration import compute, network
 from calibration.build import datasheet
 from calibration.clean import Dropped, Row, clean, read_csv
 from calibration.models import measured, predict
@@ -22,7 +22,6 @@ from moesim.profile import HardwareProfile, Term, load_profile
 
 NEAREST = {"h20": "h100", "a100_pcie": "a100"}
 """GPUs without a profile whose nearest measured relative is known; others are not priced."""
-LIBRARY_KERNELS = ("FlashInferCuteDslNvFp4LinearKernel", "CutlassFP8ScaledMMLinearKernel", "DeepGemmFp8BlockScaledMMKernel", "torch.nn.functional.linear", "vllm_default")
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,9 @@ def profile_of(gpu: str) -> HardwareProfile:
     base, sheets = load_profile(NEAREST[gpu]), datasheet()
     terms = tuple(_carried(term, sheets[NEAREST[gpu]], sheets[gpu]) for term in base.terms)
     slower = sheets[NEAREST[gpu]]["nvlink"] / sheets[gpu]["nvlink"]
-    curves = tuple(network._carried(c, slower, c.software, NEAREST[gpu]) for c in base.curves)
-    return base.model_copy(update={"name": gpu, "parent": base.name, "terms": terms, "curves": curves, "num_sms": int(sheets[gpu]["num_sms"]), "nvlink_bytes_per_s": sheets[gpu]["nvlink"]})
+    curves = tuple(network.carried(c, slower, c.software, NEAREST[gpu]) for c in base.curves)
+    own = {"num_sms": int(sheets[gpu]["num_sms"]), "nvlink_bytes_per_s": sheets[gpu]["nvlink"]}
+    return base.model_copy(update={"name": gpu, "parent": base.name, "terms": terms, "curves": curves, **own})
 
 
 def _carried(term: Term, base: dict, sheet: dict) -> Term:
@@ -84,7 +84,7 @@ def _gemm(profile, row):
     if name not in profile.term_index:
         name = f"gemm.{row.dtype}"
     term = profile.term(name)
-    params = term.parameters if term.label == kernel or kernel in LIBRARY_KERNELS else kernel_only(term.parameters, profile)
+    params = term.parameters if term.label == kernel or kernel in compute.KERNELS.get(row.dtype, ()) else kernel_only(term.parameters, profile)
     return predict(params, profile.num_sms, [row])[0], _inside(term, row.shape)
 
 
@@ -148,7 +148,14 @@ def _dispatch(profile, row):
     return seconds, network.single_domain(row) and _inside(profile.term(f"dispatch.{kind}"), {"members": row.shape["gpus"]})
 
 
-_PRICE = {"gemm": _gemm, "gemm.in_training": _gemm_in_training, "grouped_gemm": _grouped, "fused_ffn": _fused, "collective": _collective, "dispatch": _dispatch}
+_PRICE = {
+    "gemm": _gemm,
+    "gemm.in_training": _gemm_in_training,
+    "grouped_gemm": _grouped,
+    "fused_ffn": _fused,
+    "collective": _collective,
+    "dispatch": _dispatch,
+}
 
 
 def kind_label(row: Row) -> str:

@@ -61,10 +61,11 @@ def curves(gpu: str, rows: Sequence[Row], sheets, lend: bool = True) -> tuple[Me
     release = own[-1].software if own else newest
     lent = [c for c in curves(SIBLING[gpu], rows, sheets, lend=False) if c.software == newest and (c.kind, c.members) not in have]
     slower = sheets[SIBLING[gpu]]["nvlink"] / sheets[gpu]["nvlink"]
-    return tuple(own) + tuple(_carried(c, slower, release, SIBLING[gpu]) for c in lent)
+    return tuple(own) + tuple(carried(c, slower, release, SIBLING[gpu]) for c in lent)
 
 
-def _carried(curve: MeasuredCurve, slower: float, release: str, lender: str) -> MeasuredCurve:
+def carried(curve: MeasuredCurve, slower: float, release: str, lender: str) -> MeasuredCurve:
+    """A curve of another GPU: its latency floor kept, what lies above it ``slower`` times as long."""
     floor = curve.seconds[0]
     seconds = tuple(floor + (s - floor) * slower for s in curve.seconds)
     return curve.model_copy(update={"software": release, "lender": lender, "seconds": seconds})

@@ -17,7 +17,10 @@ from calibration.fit import fit
 from calibration.models import measured, predict
 from moesim.costs import grouped_gemm
 
-GENERATION = {"b300": "blackwell", "b200": "blackwell", "gb300": "blackwell", "gb200": "blackwell", "h100": "hopper", "h200": "hopper", "h800": "hopper", "a100": "ampere"}
+GENERATION = {
+    "b300": "blackwell", "b200": "blackwell", "gb300": "blackwell", "gb200": "blackwell",
+    "h100": "hopper", "h200": "hopper", "h800": "hopper", "a100": "ampere",
+}
 BENCH = ("MAMF", "sustained", "ThunderKittens")
 BENCH_FLOPS, TRAINING_FLOPS = 1e11, 5e11
 FLOOR_SIGMA = 0.05
@@ -43,8 +46,12 @@ def sustained(gpu: str, rows, dense, sheets) -> dict:
     """factor, sigma_log, evidence and sources of one GPU. ``dense``: GPU -> burst parameters in bf16."""
     def of(g, kinds):
         params = {**dense[g], **training_droop(g, dense)}
-        chosen = [r for r in rows if r.gpu == g and r.dtype in ("bf16", "fp16") and (r.kind == "gemm.in_training" if kinds == "training" else r.kind == "gemm" and r.kernel in BENCH)]
-        return ratios(chosen, params, int(sheets[g]["num_sms"]), TRAINING_FLOPS if kinds == "training" else BENCH_FLOPS), chosen
+        mine = [r for r in rows if r.gpu == g and r.dtype == "bf16"]
+        if kinds == "training":
+            chosen, least = [r for r in mine if r.kind == "gemm.in_training"], TRAINING_FLOPS
+        else:
+            chosen, least = [r for r in mine if r.kind == "gemm" and r.kernel in BENCH], BENCH_FLOPS
+        return ratios(chosen, params, int(sheets[g]["num_sms"]), least), chosen
 
     bench, bench_rows = of(gpu, "bench")
     trained = {g: of(g, "training") for g in dense}
@@ -58,7 +65,10 @@ def sustained(gpu: str, rows, dense, sheets) -> dict:
         factor, sigma, provenance = float(np.sqrt(bench_ratio * pooled)), 0.5 * abs(np.log(bench_ratio / pooled)), "extrapolated"
     sources = sorted({r.source for r in bench_rows + training_rows})
     evidence = {"bench": bench_ratio, "in training": float(pooled)}
-    return dict(factor=min(factor, 1.5), sigma_log=float(np.hypot(sigma, FLOOR_SIGMA)), provenance=provenance, evidence=evidence, sources=tuple(sources), **training_droop(gpu, dense))
+    error = float(np.hypot(sigma, FLOOR_SIGMA))
+    return dict(
+        factor=min(factor, 1.5), sigma_log=error, provenance=provenance, evidence=evidence, sources=tuple(sources), **training_droop(gpu, dense)
+    )
 
 
 def fit_grouped(rows, dense_in_training, num_sms: int):

@@ -20,7 +20,11 @@ BF16 = (
     GroupedGemm(16, 65536, 8192, 4096), GroupedGemm(16, 65536, 8192, 4096, grad="input"), GroupedGemm(16, 65536, 8192, 4096, grad="weight"),
     Attention(2, 32, 8, 8192, 8192, 128, 128, 8192 * 8193 / 2), Attention(2, 32, 8, 8192, 8192, 128, 128, 8192 * 8193 / 2, backward=True),
     *(MemoryBound(kind, 2.0**28) for kind in ("elementwise", "norm", "permute", "quantise", "loss", "optimizer", "embedding", "copy")),
-    *(Collective(kind, 2.0**26, Group(size, stride)) for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") for size, stride in ((4, 1), (8, 1), (16, 1), (8, 8))),
+    *(
+        Collective(kind, 2.0**26, Group(size, stride))
+        for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+        for size, stride in ((4, 1), (8, 1), (16, 1), (8, 8))
+    ),
     Collective("send_recv", 2.0**26, Group(2)), Collective("send_recv", 2.0**26, Group(2, 8)),
     *(Dispatch(4096, 7168, 2.0, 8, 256, Group(size), name, 24) for size in (8, 32) for name in ("alltoall", "sync_free", "dedup")),
 )

@@ -38,7 +38,9 @@ def seconds(params, routes: Routes, reach: Reach):
     """(seconds, NVLink busy seconds, NIC busy seconds) of a device-side dispatcher; arrays, one value an op.
 
     The NVLink leg is limited by what ``sms`` SMs copy and by the link, in series; the NIC leg by the rank's own NIC; the
-    two are pipelined, so the slower one counts. ``relay``: share of the SMs' rate left for the NVLink leg while some of them feed the NIC. ``copy_bytes``: what handling one copy costs beside its bytes (metadata, signals).
+    two are pipelined, so the slower one counts.
+    ``relay``: share of the SMs' rate left for the NVLink leg while some of them feed the NIC.
+    ``copy_bytes``: what handling one copy costs beside its bytes (metadata, signals).
     Positive, monotone in tokens and token_bytes, never faster than either wire.
     """
     inside, outside = reach.inside.astype(float), reach.outside.astype(float)
