@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 import sys
 
@@ -182,3 +183,11 @@ def test_shipped_measurements_stay_small_and_keep_their_sources():
         with open(clean.MEASUREMENTS / f"{name}.csv", newline="") as file:
             for row in csv.DictReader(file):
                 assert row["source"].startswith("http"), (name, row)
+
+
+def test_plots_are_one_page_that_needs_no_network(bench, tmp_path):
+    from calibration.plots import write_plots
+
+    page = write_plots(bench, "a100", tmp_path).read_text()
+    assert "all_gather over 8" in page and "gemm bf16" in page and "Fits of a100" in page
+    assert not re.search(r"<script[^>]+src=", page)
