@@ -136,7 +136,7 @@ class Evaluator:
         one = lambda value: np.array([value])  # noqa: E731
         return memory.Policy(
             one(layout.zero), one(layout.reshard), one(GRAD_BYTES[layout.grad]), one(memory.MOMENT_BYTES[layout.optimizer]), one(layout.groups["shard"].size),
-            one(layout.edp), one(layout.prefetch), one(memory.persistent_buffers(layout)),
+            one(layout.edp), one(layout.prefetch), one(memory.persistent_buffers(layout)), one(float(layout.overlaps("ep"))),
         )
 
     def interval(self, program: Program, step_s: float, shares: dict[str, float]) -> tuple[float, float]:

@@ -24,7 +24,7 @@ from moesim.ops import Group
 from moesim.parts import Part, comm_groups, layer_parts, make_runs
 from moesim.program import COMM, Body, Program, Task
 from moesim.routing import rank_loads
-from moesim.schedules import flatten
+from moesim.schedules import Pair, flatten
 
 MAX_RANKS = 64
 RESOLUTION = 1e-3
@@ -122,6 +122,12 @@ def _moe_units(stage, model) -> list[int]:
     return [i for i, name in enumerate(names) if "moe" in layer_parts(name, model)]
 
 
+def _freeing_first(order):
+    """The actions of an order, the backward of a pair before its forward, which takes its room."""
+    for entry in order:
+        yield from reversed(entry) if isinstance(entry, Pair) and entry.first.letter == "F" else flatten([entry])
+
+
 class _Player(Build):
     """One rank's own bodies."""
 
@@ -146,7 +152,7 @@ class _Player(Build):
         peers = self.layout.world // self.layout.pp
         held = most = 0.0
         released = "W" if any(a.letter == "W" for a in flatten(self.orders[self.rank // peers])) else "B"
-        for action in flatten(self.orders[self.rank // peers]):
+        for action in _freeing_first(self.orders[self.rank // peers]):
             if action.letter == "F":
                 held += self._kept(action.stage, action.microbatch)
                 most = max(most, held)

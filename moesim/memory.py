@@ -49,6 +49,8 @@ class Policy:
     prefetch: np.ndarray
     persistent_buffers: np.ndarray
     """Receive and send buffers a dispatcher keeps all the time (0: allocated as they are needed)."""
+    paired: np.ndarray | float = 0.0
+    """1 where a microbatch's forward runs under another's backward, layer beside layer."""
 
 
 def persistent_buffers(layout) -> float:
@@ -88,7 +90,8 @@ def peak(items: Items, policy: Policy, structure: Structure, allocator_slack: fl
     out["logits"] = _in_flight(items.logits, structure)
     present = held.T > 0
     out["gathered weights"] = _gathered(items, policy, present)
-    out["working set"] = _largest(items.transient, present)
+    # A forward that runs under a backward takes the room that the backward frees, one layer late.
+    out["working set"] = _largest(items.transient, present) + np.reshape(policy.paired, (-1, 1)) * _largest(items.saved - items.logits, present)
     out["dispatcher buffers"] = _largest(items.buffer, present) * policy.persistent_buffers[:, None]
     moving = sum(out[name] for name in ("activations", "logits", "gathered weights", "working set"))
     out["allocator slack"] = allocator_slack * moving

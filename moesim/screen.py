@@ -18,7 +18,7 @@ from moesim.bounds import Durations, screen_structure
 from moesim.layout import stage_layers
 from moesim.ops import Collective, Group, MemoryBound
 from moesim.parts import Part, PartKey, Parts, layer_parts
-from moesim.schedules import SCHEDULES, live_vectors
+from moesim.schedules import SCHEDULES
 from moesim.space import Space
 
 LETTERS = "FBIW"
@@ -74,6 +74,7 @@ class Screen:
         policy = memory.Policy(
             v["zero"][rows], v["reshard"][rows], np.array([GRAD_BYTES[g] for g in v["grad"][rows]]), np.array([memory.MOMENT_BYTES[o] for o in v["optimizer"][rows]]),
             self.dense_shards[rows], self.expert_shards[rows], self.prefetch[rows], np.where(v["dispatcher"][rows] == "alltoall", 0.0, 2.0),
+            self.rules["ep"][rows].astype(float),
         )
         return memory.peak(items, policy, structure, self.scenario.memory.allocator_slack)
 
@@ -223,9 +224,9 @@ def structure_of(model, layout, num_mb: int, items: tuple[str, ...]) -> memory.S
     """Stage contents and microbatches in flight of one layout."""
     stages = pipeline.stage_contents(model, stage_layers(layout, model.num_layers))
     contents = np.array([[dict(stage).get(item, 0) for item in items] for stage in stages], dtype=float)
-    orders, placement = orders_of(layout.schedule, layout.pp, num_mb, layout.vpp, layout.overlaps("ep"))
-    live = live_vectors(orders, placement, layout.vpp) if layout.overlaps("ep") else SCHEDULES[layout.schedule].live_vectors(layout.pp, num_mb, layout.vpp)
-    return memory.Structure(contents, placement, live)
+    schedule = SCHEDULES[layout.schedule]
+    # Pairs of "ov:ep" merge a backward with the forward after it: as many microbatches are in flight as without (memory.peak).
+    return memory.Structure(contents, schedule.placement(layout.pp, layout.vpp), schedule.live_vectors(layout.pp, num_mb, layout.vpp))
 
 
 def item_names(model) -> tuple[str, ...]:
