@@ -31,12 +31,21 @@ class Compiled:
             self.rest = 0.0 if task.blocks_host else self.rest + task.host_s
         self.waits = [k for k, task in enumerate(body) if task.blocks_host]
         self.offset = [before + task.lag_s - task.seconds for before, task in zip(self.issued, body)]
-        self.wakes = [{body[j].stream for j, needs in enumerate(self.needs) if k in needs} for k in range(len(body))]
+        self.wakes = _wakes(body, self.needs)
         self.chain = _chain(body)
         self.elapsed = list(accumulate((task.seconds for task in body), initial=0.0))
         late = [offset - elapsed for offset, elapsed in zip(self.offset, self.elapsed)]
         self.host_need = [max(late[k:]) + self.elapsed[k] for k in range(len(body))]
         self.is_anchored = _anchored(body)
+
+
+def _wakes(body: Body, needs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """For each task, the other streams on which a task needs it."""
+    streams: list[set[int]] = [set() for _ in body]
+    for task, deps in zip(body, needs):
+        for dep in deps:
+            streams[dep].add(task.stream)
+    return [tuple(sorted(found)) for found in streams]
 
 
 def _chain(body: Body) -> int:

@@ -25,6 +25,8 @@ class Rank:
     def __init__(self, world, number: int, compiled: dict[int, Compiled]) -> None:
         program, wires = world.program, world.wires
         self.world, self.number = world, number
+        self.wires, self.delivered, self.records, self.sends, self.rates = wires, world.delivered, world.records, world.sends, world.rates
+        self.num_sms = program.num_sms
         bodies = [program.bodies[k] for k in program.body_index[number]]
         ends = [which[number] if which else () for which in (program.prologue, program.epilogue)]
         self.entries = [compiled[id(body)] for body in (ends[0], *bodies, ends[1])]
@@ -58,7 +60,7 @@ class Rank:
         self.short_of_sms: set[int] = set()
         self.produced: dict[int, float] = {}
         slots = range(2 * wires.first[number], 2 * (wires.first[number] + len(bodies)))
-        self.outbox = [[slot for slot in slots if wires.stream[slot] == lane and world.sends[lane - SEND_NEXT]] for lane in (SEND_NEXT, SEND_PREV)]
+        self.outbox = [[slot for slot in slots if wires.stream[slot] == lane and self.sends[lane - SEND_NEXT]] for lane in (SEND_NEXT, SEND_PREV)]
         self.num_sent = [0, 0]
         self.num_coupled = 0
         self.num_awaited = 0
@@ -74,7 +76,7 @@ class Rank:
         """By entry, the prologue tasks that hold the streams there."""
         gates: list[tuple[int, ...]] = [()] * len(self.entries)
         for e in range(1, len(self.entries) - 1) if program.gates else ():
-            held = [program.gates[self.number][chunk] for chunk in self.world.wires.opens.get(self.first + e, ())]
+            held = [program.gates[self.number][chunk] for chunk in self.wires.opens.get(self.first + e, ())]
             gates[e] = tuple(k for k in held if k >= 0)
         return gates
 
@@ -142,14 +144,14 @@ class Rank:
             if opened > ready:
                 ready, cause = self.free[lane], self.freed_by[lane] = opened, "gate"
         if task.after >= 0:
-            ended = self.closed[closing(self.world.wires, self.number, task.after) - self.first]
+            ended = self.closed[closing(self.wires, self.number, task.after) - self.first]
             if ended == NEVER:
                 return
             ready, cause = (ended, "compute") if ended > ready else (ready, cause)
-        if task.input >= 0 and (slot := self.world.wires.source[self.first + e][task.input]) >= 0:
-            arrival = self.world.delivered[slot]
+        if task.input >= 0 and (slot := self.wires.source[self.first + e][task.input]) >= 0:
+            arrival = self.delivered[slot]
             if arrival == NEVER:
-                self.num_awaited += self.world.wires.stream[slot] >= 0
+                self.num_awaited += self.wires.stream[slot] >= 0
                 return
             if arrival > ready:
                 ready, cause, transfer = arrival, "input", self._travel(slot)
@@ -165,8 +167,8 @@ class Rank:
         return self.entries[e].issued[k] + scaled_lag(task, seconds) - seconds
 
     def _travel(self, slot: int) -> float:
-        stream = self.world.wires.stream[slot]
-        sending = self.world.sends[stream - SEND_NEXT] if stream >= 0 else None
+        stream = self.wires.stream[slot]
+        sending = self.sends[stream - SEND_NEXT] if stream >= 0 else None
         return sending[0] if sending else 0.0
 
     def _opened(self, lane: int, e: int) -> float:
@@ -184,7 +186,7 @@ class Rank:
 
     def receive(self, slot: int, time: float) -> None:
         """An arrival from another rank."""
-        self.world.delivered[slot] = time
+        self.delivered[slot] = time
         if self.num_awaited:
             self.num_awaited = 0
             self._look_all()
@@ -227,7 +229,7 @@ class Rank:
 
     def _start(self, lane: int, time: float) -> None:
         if lane >= SEND_NEXT:
-            self.begin(lane, time, self.world.sends[lane - SEND_NEXT][0], None)
+            self.begin(lane, time, self.sends[lane - SEND_NEXT][0], None)
             return
         e = self.entry[lane]
         entry = self.entries[e]
@@ -238,7 +240,7 @@ class Rank:
             return
         task = entry.body[k]
         seconds = task.seconds if self.scale is None else task.seconds * self.scale[e]
-        if task.sms and self.world.program.num_sms:
+        if task.sms and self.num_sms:
             if task.sms > self.free_sms:
                 self._hold(lane)
                 self.why[lane] = ("sms", 0.0)
@@ -278,7 +280,7 @@ class Rank:
         self.rate[lane] = 1.0
         self.due[lane] = NEVER if group else time + seconds
         if lane >= SEND_NEXT:
-            self.running[lane] = self.world.sends[lane - SEND_NEXT][1]
+            self.running[lane] = self.sends[lane - SEND_NEXT][1]
         else:
             entry = self.entries[self.entry[lane]]
             self.running[lane] = entry.signature[entry.lanes[lane][self.index[lane]]]
@@ -288,7 +290,7 @@ class Rank:
 
     def _retime(self, time: float) -> None:
         """Gives every running task the rate that belongs to what runs now."""
-        found = self.world.rates(tuple(self.running))
+        found = self.rates(tuple(self.running))
         if found is None and not self.is_slowed:
             self.is_stale = False
             return
@@ -320,24 +322,24 @@ class Rank:
             return
         e = self.entry[lane]
         k = self.entries[e].lanes[lane][self.index[lane]]
-        if self.world.records is not None:
+        if self.records is not None:
             position = AT_EPILOGUE if e == len(self.entries) - 1 else e - 1  # the prologue's 0 - 1 is AT_PROLOGUE
-            self.world.records.append((self.number, position, k, self.begun[lane], time, *self.why[lane]))
+            self.records.append((self.number, position, k, self.begun[lane], time, *self.why[lane]))
         self._finish_task(lane, e, k, time)
 
     def _finish_send(self, lane: int, time: float) -> None:
         sent = self.num_sent[lane - SEND_NEXT]
         slot = self.outbox[lane - SEND_NEXT][sent]
         self.num_sent[lane - SEND_NEXT] = sent + 1
-        if self.world.records is not None:
-            self.world.records.append((self.number, (slot >> 1) - self.first - 1, -1 - (slot & 1), self.begun[lane], time, *self.why[lane]))
+        if self.records is not None:
+            self.records.append((self.number, (slot >> 1) - self.first - 1, -1 - (slot & 1), self.begun[lane], time, *self.why[lane]))
         self.world.deliver(slot, time)
 
     def _finish_task(self, lane: int, e: int, k: int, time: float) -> None:
         entry = self.entries[e]
         task = entry.body[k]
         self.ends[e][k] = self.last_end = time
-        if task.sms and self.world.program.num_sms:
+        if task.sms and self.num_sms:
             self.free_sms += task.sms
         if task.output >= 0:
             self._produce(e, task.output, time)
@@ -351,12 +353,11 @@ class Rank:
         self._issue()
         self._look_all()
 
-    def _look_after(self, lane: int, woken: set[int]) -> None:
+    def _look_after(self, lane: int, woken: tuple[int, ...]) -> None:
         """Looks at a lane that got free and those that a task of it held up."""
-        if self.due[lane] == NEVER and self.state[lane] == _IDLE and self.entry[lane] < len(self.entries):
-            self._look(lane)
-        for other in woken:
-            if self.due[other] == NEVER and self.state[other] == _IDLE and self.entry[other] < len(self.entries):
+        due, state, entry, end = self.due, self.state, self.entry, len(self.entries)
+        for other in (lane, *woken):
+            if due[other] == NEVER and state[other] == _IDLE and entry[other] < end:
                 self._look(other)
 
     def _finish_chain(self, lane: int, time: float) -> None:
@@ -366,7 +367,7 @@ class Rank:
         self.run_from, self.state[lane], self.due[lane] = -1, _IDLE, NEVER
         self.time = self.last_end = time
         start, why = begun, self.why[lane]
-        position, records = e - 1, self.world.records
+        position, records = e - 1, self.records
         for k in range(first, len(entry.body)):
             stream = entry.body[k].stream
             ends[k] = end = begun + (entry.elapsed[k + 1] - entry.elapsed[first])
@@ -395,8 +396,8 @@ class Rank:
 
     def _produce(self, e: int, j: int, time: float) -> None:
         slot = 2 * (self.first + e) + j
-        stream = self.world.wires.stream[slot]
-        if stream >= 0 and self.world.sends[stream - SEND_NEXT]:
+        stream = self.wires.stream[slot]
+        if stream >= 0 and self.sends[stream - SEND_NEXT]:
             self.produced[slot] = time
         else:
             self.world.deliver(slot, time)
