@@ -27,8 +27,8 @@ from moesim.timeline import breakdown
 NUM_DRAWS = 64
 LOW, HIGH = 10.0, 90.0
 """Percentiles of the 80% interval."""
-LONG_SCHEDULE = 600
-"""Entries of all ranks beyond which ``quick`` plays a shortened schedule."""
+NUM_QUICK_DRAWS = 32
+"""Draws of ``quick``: the spread of a prediction is known to one part in eight, its own error is far less certain."""
 Z_80 = 1.2816
 """90% quantile of the standard normal distribution."""
 PROVENANCE = ("measured", "interpolated", "extrapolated", "datasheet", "assumed")
@@ -69,12 +69,13 @@ class Quick:
 class Evaluator:
     """Predictions for one scenario. ``profile`` and ``stack`` are loaded objects; all layouts share the priced parts."""
 
-    def __init__(self, scenario, profile=None, stack=None, model_error: ModelError | None = None, site: Site = NEUTRAL):
+    def __init__(self, scenario, profile=None, stack=None, model_error: ModelError | None = None, site: Site = NEUTRAL,
+                 parts: Parts | None = None):
         self.scenario, self.site = scenario, site
         self.profile = profile if profile is not None and not isinstance(profile, str) else load_profile(profile or scenario.profile or scenario.cluster.gpu.profile)
         self.stack = stack or load_stack(scenario.stack)
         self.model_error = model_error or load_model_error()
-        self.parts = Parts(scenario.model, scenario.cluster, scenario.workload, self.stack, self.profile, site)
+        self.parts = parts or Parts(scenario.model, scenario.cluster, scenario.workload, self.stack, self.profile, site)
         self.assembler = Assembler(self.parts)
 
     @cached_property
@@ -141,9 +142,14 @@ class Evaluator:
 
     def interval(self, program: Program, step_s: float, shares: dict[str, float]) -> tuple[float, float]:
         """80% interval of tokens/s/GPU: parameter draws through the longest path, widened by the model's own error (log-normal)."""
+        log = np.log(paths.step_draws(program, self._draws(NUM_DRAWS)) / paths.step_seconds([program])[0])
+        return self._band(log, step_s, shares)
+
+    def _draws(self, count: int) -> dict[str, np.ndarray]:
         rng = np.random.default_rng(self.scenario.seed)
-        draws = {term: factors ** self.site.narrowing(term) for term, factors in self.profile.sample(rng, NUM_DRAWS).items()}
-        log = np.log(paths.step_draws(program, draws) / paths.step_seconds([program])[0])
+        return {term: factors ** self.site.narrowing(term) for term, factors in self.profile.sample(rng, count).items()}
+
+    def _band(self, log: np.ndarray, step_s: float, shares: dict[str, float]) -> tuple[float, float]:
         sigma = math.hypot((np.percentile(log, HIGH) - np.percentile(log, LOW)) / (2 * Z_80), self.model_error.sigma(shares, bool(self.site.anchors)))
         centre = self.tokens_per_s(step_s)
         return centre * math.exp(-Z_80 * sigma), centre * math.exp(Z_80 * sigma)
@@ -162,34 +168,45 @@ class Evaluator:
         total = sum(by_class.values()) or 1.0
         return {name: by_class[name] / total for name in PROVENANCE if by_class[name] > 0}
 
-    def step_seconds(self, layout: Layout, program: Program) -> float:
-        """Seconds of a step. A long schedule repeats itself: its contention (engine over longest path) is taken from a run of few
-        microbatches and put on the longest path of all of them."""
-        if sum(map(len, program.orders)) <= LONG_SCHEDULE:
-            return engine.run(program, spans=False).makespan
-        few = self._shortened(layout)
-        short = few.program(layout)
-        contention = engine.run(short, spans=False).makespan / paths.step_seconds([short])[0]
-        return float(paths.step_seconds([program])[0] * contention)
-
-    def _shortened(self, layout: Layout) -> "Evaluator":
-        """The same layout with the fewest microbatches that fill its pipeline twice and that its schedule can run."""
-        legal = SCHEDULES[layout.schedule].legal
-        counts = range(2 * layout.pp, num_microbatches(layout, self.scenario.workload) + 1)
-        count = next(m for m in counts if layout.pp == 1 or legal(layout.pp, m, layout.vpp) is None)
-        tokens = count * layout.dp * layout.mb * self.scenario.workload.seq_len
-        workload = self.scenario.workload.model_copy(update={"global_batch_tokens": tokens})
-        other = Evaluator(self.scenario.model_copy(update={"workload": workload}), self.profile, self.stack, self.model_error, self.site)
-        other.parts.cache, other.parts.prices, other.parts.tasks = self.parts.cache, self.parts.prices, self.parts.tasks
-        return other
-
     def quick(self, layout: Layout) -> Quick:
-        """Speed, interval and memory of one layout, without spans, breakdown or skew."""
-        program = self.program(layout)
-        step_s = self.step_seconds(layout, program)
-        low, high = self.interval(program, step_s, self.provenance(program))
+        """Speed, interval and memory of one layout, without spans, breakdown or skew. A long schedule repeats itself: its longest path
+        is extended from those of two runs of few microbatches, and its contention (engine over longest path) is the shorter one's."""
+        counts = self._few(layout)
+        programs = [self._with_microbatches(layout, count).program(layout) for count in counts]
+        weights = self._weights(layout, counts)
+        paths_s = paths.step_seconds(programs)
+        step_s = float(weights @ paths_s) * engine.run(programs[0], spans=False).makespan / paths_s[0]
+        draws = self._draws(NUM_QUICK_DRAWS)
+        log = np.log(sum(w * paths.step_draws(p, draws) for w, p in zip(weights, programs)) / (weights @ paths_s))
+        low, high = self._band(log, step_s, self.provenance(programs[-1]))
         peak = self.peak(layout).total
         return Quick(self.tokens_per_s(step_s), low, high, peak, peak <= self.budget_bytes)
+
+    def _few(self, layout: Layout) -> tuple[int, ...]:
+        """Counts of microbatches to play: the layout's own where that is few, else two that fill its pipeline and its launch queue."""
+        own, legal = num_microbatches(layout, self.scenario.workload), SCHEDULES[layout.schedule].legal
+        counts = [m for m in range(max(4, 2 * layout.pp), own) if layout.pp == 1 or legal(layout.pp, m, layout.vpp) is None]
+        later = [m for m in counts if m >= counts[0] + layout.pp]
+        return (counts[0], later[0]) if later else (own,)
+
+    def _weights(self, layout: Layout, counts: tuple[int, ...]) -> np.ndarray:
+        """What seconds of runs of ``counts`` microbatches weigh in those of all: the line through two."""
+        if len(counts) == 1:
+            return np.ones(1)
+        further = (num_microbatches(layout, self.scenario.workload) - counts[0]) / (counts[1] - counts[0])
+        return np.array([1.0 - further, further])
+
+    def _with_microbatches(self, layout: Layout, count: int) -> "Evaluator":
+        """The same with so many microbatches of ``layout`` a step."""
+        tokens = count * layout.dp * layout.mb * self.scenario.workload.seq_len
+        if tokens == self.scenario.workload.global_batch_tokens:
+            return self
+        workload = self.scenario.workload.model_copy(update={"global_batch_tokens": tokens})
+        return self.for_scenario(self.scenario.model_copy(update={"workload": workload}))
+
+    def for_scenario(self, scenario) -> "Evaluator":
+        """An evaluator of a scenario that differs in its global batch only: both use the same priced parts."""
+        return Evaluator(scenario, self.profile, self.stack, self.model_error, self.site, self.parts.for_batch(scenario.workload))
 
     def played(self, layout: Layout) -> Played:
         """One layout in the engine: seconds of the step and where they go on the critical rank."""
@@ -259,8 +276,15 @@ GROUPS = {
     "attention": ("core_attn",),
     "recompute": ("recompute",),
     "pipeline bubble": ("bubble",),
-    "host": ("host",),
+    "host launches": ("host",),
     "contention": ("contention",),
+    "expert all-to-all": ("exposed dispatch", "exposed combine", "exposed count_exchange"),
+    "expert-tensor collectives": ("exposed etp_gather", "exposed etp_scatter"),
+    "tensor-parallel collectives": ("exposed tp_gather", "exposed tp_scatter", "exposed tp_loss"),
+    "context-parallel gathers": ("exposed cp_gather",),
+    "pipeline sends": ("exposed send",),
+    "weight gathers": ("exposed param_gather", "param_copy_out"),
+    "gradient reduction": ("exposed grad_reduce", "grad_copy_in"),
 }
 
 
@@ -269,12 +293,8 @@ def grouped(where: dict[str, float]) -> dict[str, float]:
     home = {role: name for name, roles in GROUPS.items() for role in roles}
     out: dict[str, float] = defaultdict(float)
     for role, seconds in where.items():
-        if role.startswith("exposed "):
-            out[role] += seconds
-        elif role.startswith("end of step"):
-            out["end of step"] += seconds
-        else:
-            out[home.get(role, "memory-bound kernels")] += seconds
+        rest = "end of the step" if role.startswith("end of step") else "memory-bound kernels"
+        out[home.get(role, rest)] += seconds
     return dict(out)
 
 

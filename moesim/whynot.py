@@ -12,18 +12,14 @@ from typing import Any, Callable, Iterator
 import numpy as np
 
 from moesim.evaluate import Evaluator, grouped
+from moesim.ops import Dispatch
 from moesim.plan import Candidate, Rejection
+from moesim.routing import distinct_groups
 
 FAMILY_FIELDS = ("pp", "vpp", "tp", "cp", "ep", "etp", "zero", "reshard", "mb", "schedule", "recompute", "dispatcher", "overlap", "precision", "graphs")
 GIB = 2.0**30
 TIE = 0.01
 """Families within this share of the winner's step are not called slower."""
-CHEAPEST = {
-    "exposed dispatch": "expert all-to-all", "exposed combine": "expert all-to-all", "exposed send": "pipeline sends", "exposed grad_reduce": "gradient reduction",
-    "exposed param_gather": "weight gathers", "exposed tp_gather": "tensor-parallel gathers", "exposed tp_scatter": "tensor-parallel scatters",
-    "exposed cp_gather": "context-parallel gathers", "pipeline bubble": "pipeline bubble", "recompute": "recompute", "host": "host launches", "end of step": "end of the step",
-    "contention": "contention",
-}
 
 
 def explain(evaluator: Evaluator, space, screened, fits: np.ndarray, found, winner: Candidate | None, play: Callable[[list], list]) -> list[Rejection]:
@@ -43,7 +39,7 @@ def explain(evaluator: Evaluator, space, screened, fits: np.ndarray, found, winn
                 losers.append((family_name(field, value), len(rows), best))
     examples = list(dict.fromkeys(row for _, _, row in losers if row not in found.played))
     played = {**found.played, **dict(zip(examples, play([space.layout(row) for row in examples])))}
-    return out + [_slower(name, count, played[row], winner) for name, count, row in losers]
+    return out + [_slower(evaluator, name, count, played[row], winner) for name, count, row in losers]
 
 
 def _families(space) -> Iterator[tuple[str, Any, np.ndarray]]:
@@ -64,28 +60,40 @@ def _too_big(evaluator: Evaluator, space, screened, name: str, rows: np.ndarray)
                      str(layout), f"fits with {over / GIB:.1f} GiB more a GPU, or with its {largest} cut to {100 * max(0.0, 1 - over / peak.categories[largest]):.0f}%")
 
 
-def _slower(name: str, count: int, best, winner: Candidate) -> Rejection:
+def _slower(evaluator: Evaluator, name: str, count: int, best, winner: Candidate) -> Rejection:
     """The family's best layout against the winner, cause by cause."""
     where, theirs = grouped(best.breakdown), grouped(winner.breakdown)
     excess = {cause: seconds - theirs.get(cause, 0.0) for cause, seconds in where.items()}
     worst = max(excess, key=excess.get)
     slower = best.step_s / winner.step_s - 1.0
-    reason = f"{100 * slower:.1f}% slower; {CHEAPEST.get(worst, worst)} {_cost(worst)} {100 * excess[worst] / winner.step_s:.1f}% of a step more"
-    return Rejection(name, count, reason, str(best.layout), _flip(where, excess, best.step_s - winner.step_s))
+    reason = f"{100 * slower:.1f}% slower; of a step, {100 * excess[worst] / winner.step_s:.1f}% more for {worst}"
+    return Rejection(name, count, reason, str(best.layout), _flip(evaluator, best.layout, where, excess, best.step_s - winner.step_s))
 
 
-def _cost(cause: str) -> str:
-    name = CHEAPEST.get(cause, cause)
-    return "cost" if name.endswith("s") and not name.endswith("ss") else "costs"
-
-
-def _flip(where: dict[str, float], excess: dict[str, float], lost: float) -> str:
+def _flip(evaluator: Evaluator, layout, where: dict[str, float], excess: dict[str, float], lost: float) -> str:
     """The cause that is most in excess if it alone can make up for what is lost, else the one that needs to shrink least."""
     able = [cause for cause in where if where[cause] > lost and excess[cause] > 0]
     if not able:
         return "no single cause makes up for it"
     cause = max(able, key=lambda c: (excess[c] >= lost, excess[c]))
-    return f"wins if its {CHEAPEST.get(cause, cause)} took {100 * (1 - lost / where[cause]):.0f}% of today's time"
+    left = 1.0 - lost / where[cause]
+    return f"wins if its {cause} took {100 * left:.0f}% of today's time" + (_line_rate(evaluator, layout, left) if cause == "expert all-to-all" else "")
+
+
+def _line_rate(evaluator: Evaluator, layout, left: float) -> str:
+    """What that share of time means for the NICs, where tokens leave the NVLink domain: the share of line rate they hold now and
+    would have to hold."""
+    op = next((p.node.op for p in evaluator.parts.get("moe", layout).forward if isinstance(p.node.op, Dispatch)), None)
+    cluster = evaluator.scenario.cluster
+    domains = op.group.instances(cluster.domain) if op else 1
+    if domains == 1 or len(cluster.tiers) < 2:
+        return ""
+    copies = float(distinct_groups(domains, op.num_experts, op.top_k, op.node_limit)) if op.dispatcher == "dedup" else op.top_k
+    wire = op.tokens * op.hidden * op.bytes_per_element * op.kept * op.load * copies * (domains - 1) / domains
+    now = wire / (cluster.tiers[1].bytes_per_s * evaluator.parts.price(op)[0])
+    if now >= left:
+        return "; its NICs can't: that is beyond their line rate"
+    return f", its NICs holding {100 * now / left:.0f}% of line rate instead of {100 * now:.0f}%"
 
 
 def family_name(field: str, value: Any) -> str:
