@@ -162,12 +162,13 @@ class _Player(Build):
 
     def largest(self) -> tuple[float, float]:
         """(bytes that live only inside one layer's backward, receive buffer) of this rank's worst layer and microbatch."""
-        names = {p for stage, rank in enumerate(self.placement) if rank == self.rank // (self.layout.world // self.layout.pp)
-                 for item, _ in self.contents[stage] for p in layer_parts(item, self.maker.model)}
-        parts = [self.parts.get(name, self.layout) for name in names if name != "moe"]
+        units = self.rank_units(self.rank // (self.layout.world // self.layout.pp))
+        names = {name for unit in units for name in unit}
+        found = {name: self.parts.get(name, self.layout) for name in names}
         if "moe" in names:
-            parts += self.parts.at_load(self.layout, [float(self.loads.max())])
-        return max(p.transient for p in parts), max(p.buffer for p in parts)
+            (found["moe"],) = self.parts.at_load(self.layout, [float(self.loads.max())])
+        beside = max(sum(found[p].saved for p in unit) for unit in units) if self.layout.overlaps("ep") else 0.0
+        return beside + max(p.transient for p in found.values()), max(p.buffer for p in found.values())
 
     def _kept(self, stage: int, microbatch: int) -> float:
         """Bytes one microbatch keeps on one virtual stage: a MoE part keeps a fixed amount and one that follows its rows."""

@@ -50,6 +50,11 @@ class Work:
         """Bytes of a saved GEMM input."""
         return BYTES_PER_ELEMENT[self.precision]
 
+    @property
+    def both_widths(self) -> float:
+        """Bytes of a value that backward reads in bf16 and, as a GEMM input, in the recipe's format: one tensor if that is bf16."""
+        return 2.0 if self.precision == "bf16" else 2.0 + self.width
+
 
 class _Chain:
     """Nodes in program order, each reading the one before unless told otherwise."""
@@ -126,7 +131,8 @@ def _residual(chain: _Chain, model, key: str, extra: tuple[str, ...] = ()) -> No
 def _core(chain: _Chain, model, window, qk_dim: int, v_dim: int, kv_heads: int) -> None:
     work, heads = chain.work, model.num_heads
     op = Attention(work.batch, heads, kv_heads, work.seq_len, work.seq_len, qk_dim, v_dim, attended_pairs(work.seq_len, window))
-    saved = (chain.work.width * heads * v_dim + 4.0 * heads) * work.tokens
+    # Backward of the core reads its own bf16 output, that of the output projection its quantised input.
+    saved = (work.both_widths * heads * v_dim + 4.0 * heads) * work.tokens
     chain.add("core_attn", "core_attn", op, shard="heads", saved=saved, params=float(heads if model.attention_sinks else 0))
 
 
@@ -191,7 +197,8 @@ def moe(model, work: Work) -> Block:
     the expert axis puts dispatch and combine; the shared branch stands between them, so that it can run beside dispatch."""
     chain, d, k, f = _Chain(work), model.hidden_size, model.top_k, model.moe_intermediate_size
     gate, rows = 2 if model.gated_mlp else 1, work.tokens * k * work.kept
-    _norm(chain, model, "norm2")
+    # The router's GEMM is bf16; shared experts read the same values in the recipe's format.
+    _norm(chain, model, "norm2", width=work.both_widths if model.shared_intermediate_size else 2.0)
     if model.moe_branch_norm:
         _norm(chain, model, "norm_branch")
     bias = model.num_experts * (int(model.router_bias) + int(model.score_correction_bias))
