@@ -312,7 +312,8 @@ class Build:
         """Collectives that carry few bytes and still cost their latency: the tied embedding's gradient between the first and
         last stage, expert counts of balancing losses and biases, the loss itself."""
         l, model = self.layout, self.maker.model
-        if model.tie_embeddings and l.pp > 1 and rank in (0, l.pp - 1):
+        ends = self.placement[0], self.placement[-1]
+        if model.tie_embeddings and ends[0] != ends[1] and rank in ends:
             size = GRAD_BYTES[l.grad] * model.vocab_size * model.hidden_size / l.tp
             tape.add(self._collective("grad_reduce", Collective("all_reduce", size, Group(2, l.groups["pp"].stride * (l.pp - 1))), REDUCE, (0,)))
         if model.num_experts and l.groups["dense"].size > 1:
