@@ -301,7 +301,8 @@ class Parts:
             # The layer's input is all that stays; it is the output of the part before, counted here once a layer.
             saved = next((n.saved for n in forward if n.key == "residual1"), 0.0)
         gradient = max((n.saved for n in forward if n.key != "loss"), default=0.0)
-        part = Part(key, f, b, dense, expert, saved, (whole - saved + gradient) * worst, _buffer(forward) * room, {}, {}, {}, {})
+        unused = _weight_shapes(forward) if self.stack.weight_grad_placeholders else 0.0
+        part = Part(key, f, b, dense, expert, saved, (whole - saved + gradient) * worst + unused, _buffer(forward) * room, {}, {}, {}, {})
         for letter in "FBIW":
             nodes = _of(part, letter)
             part.compute[letter] = sum(p.seconds for p in nodes if p.node.stream == COMPUTE)
@@ -375,6 +376,11 @@ def _of(part: Part, letter: str) -> list[Priced]:
         return list(part.forward)
     phases = {"B": "RIW", "I": "RI", "W": "W"}[letter]
     return [p for p in part.backward if p.node.phase in phases]
+
+
+def _weight_shapes(block: Block) -> float:
+    """Bytes of one bf16 tensor for each weight's shape; experts share one."""
+    return sum(2.0 * n.op.n * n.op.k for n in block if n.params and isinstance(n.op, (Gemm, GroupedGemm)))
 
 
 def _buffer(block: Block) -> float:

@@ -57,6 +57,7 @@ class Stack(BaseModel):
     local_permute_passes: Annotated[float, Field(ge=0, le=20)] = 2.0
     grouped_gemm: Literal["grouped", "loop"] = "grouped"  # one kernel for all local experts | one GEMM each
     grad_accumulate_bytes: Annotated[float, Field(ge=0, le=64)] = 8.0  # bytes a parameter a microbatch, beyond the GEMM's operands
+    weight_grad_placeholders: bool = False  # one unused bf16 gradient a distinct weight shape is kept for autograd, beside the fused accumulation
     saves_expert_output: bool = False  # expert outputs kept for the router's gradient (weights applied after the down-projection)
     end_of_step_s: Annotated[float, Field(ge=0, le=60, allow_inf_nan=False)] = 0.0  # host work between steps nothing hides
     graph_coverage: dict[Graphs, Share] = {"none": 0.0, "layer": 0.5, "full": 1.0}  # share of a layer's launches captured
