@@ -23,6 +23,9 @@ AXIS_FIELDS = {
 }
 """Name of each axis in a scenario's ``search:`` -> field of Layout."""
 MAX_LAYOUTS = 20_000_000
+UNPAIRED = ("gpipe", "zbv", "dualpipev")
+"""Schedules in which no backward is followed by a forward alone, so that ``ov:ep`` finds nothing to pair: all forwards come first, every
+input gradient has its weight gradient behind it, or the schedule pairs by itself."""
 
 
 @dataclass
@@ -269,7 +272,7 @@ def _canonical_overlap(t: _Table, values) -> None:
     without dispatch, gather prefetch without resharded ZeRO-3, reductions and gathers that a step does not have."""
     zero = np.array(values["zero"])[t["zero"]]
     sharded = (zero == 3) & np.array(values["reshard"], dtype=bool)[t["reshard"]]
-    paired = np.array([s == "dualpipev" for s in values["schedule"]])[t["schedule"]]
+    paired = np.array([s in UNPAIRED for s in values["schedule"]])[t["schedule"]]
     applies = {"ep": (t["ep"] > 1) & (t["num_mb"] > 1) & ~paired, "shared": t["ep"] > 1, "fsdp": sharded, "grad": ~sharded & (zero != 2), "param": ~sharded & (zero > 0)}
     names: list[tuple[tuple[str, ...], int]] = []
     out = np.zeros(t.size, dtype=np.int64)
@@ -289,7 +292,7 @@ def _canonical_overlap(t: _Table, values) -> None:
 def canonical(layout: Layout, num_mb: int) -> Layout:
     """``layout`` without choices that have nothing to act on (the scalar form of what ``enumerate_layouts`` does)."""
     sharded = layout.zero == 3 and layout.reshard
-    applies = {"ep": layout.ep > 1 and num_mb > 1 and layout.schedule != "dualpipev", "shared": layout.ep > 1, "fsdp": sharded, "grad": not sharded and layout.zero != 2,
+    applies = {"ep": layout.ep > 1 and num_mb > 1 and layout.schedule not in UNPAIRED, "shared": layout.ep > 1, "fsdp": sharded, "grad": not sharded and layout.zero != 2,
                "param": not sharded and layout.zero > 0}
     overlap = tuple(r for r in layout.overlap if applies[r])
     if layout.ep == 1:
