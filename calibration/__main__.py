@@ -75,6 +75,23 @@ def validate_kernels(
         write_text(json_file, json.dumps(report, indent=1) + "\n")
 
 
+@app.command()
+def memory(
+    file: Annotated[Optional[Path], typer.Argument(help="CSV in the columns of published_runs.csv; the shipped one by default.")] = None,
+    each: Annotated[bool, typer.Option("--each", help="One line a run, too.")] = False,
+) -> None:
+    """Compare predicted memory with every published run that prints one and can be expressed, by source. Never fits."""
+    from calibration.folds import MEASUREMENTS
+    from calibration.memory_check import check, table
+    from moesim.predict import read_rows
+
+    checked = check(read_rows(file or MEASUREMENTS / "published_runs.csv"))
+    for c in checked if each else ():
+        print(f"{c.id:56} {c.figure:10} measured {c.measured / 1e9:6.1f} GB  predicted {c.predicted / 1e9:6.1f} GB  {c.error:+6.1%}")
+    for line in table(checked):
+        print(line)
+
+
 def main() -> None:
     """Run the command line; a bad input is one line on stderr and exit code 2."""
     try:
