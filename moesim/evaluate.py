@@ -274,7 +274,7 @@ GROUPS = {
     "matrix products": ("qkv", "attn_out", "mla_down", "mla_up", "mlp_up", "mlp_down", "shared_up", "shared_down", "head", "mtp"),
     "expert products": ("expert_up", "expert_down"),
     "attention": ("core_attn",),
-    "recompute": ("recompute",),
+    "recompute": ("recompute", "exposed recompute"),
     "pipeline bubble": ("bubble",),
     "host launches": ("host",),
     "contention": ("contention",),
