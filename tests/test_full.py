@@ -91,8 +91,8 @@ def test_collectives_meet_over_their_real_groups():
     expert = np.arange(32).reshape(2, 2, 4, 2)  # pp edp ep etp
     legal = {
         "tp_gather": along(dense, 3), "tp_scatter": along(dense, 3), "cp_gather": along(dense, 2), "dispatch": along(expert, 2), "combine": along(expert, 2),
-        "tp_loss": along(dense[1:], 3), "count_exchange": along(expert, 2), "etp_gather": along(expert, 3), "etp_scatter": along(expert, 3), "loss_reduce": {tuple(range(32))},
-        "router_stats": along(dense, 1, 2), "grad_reduce": along(dense, 1, 2) | along(expert, 1), "param_gather": along(dense, 1, 2) | along(expert, 1),
+        "tp_loss": along(dense[1:], 3), "count_exchange": along(expert, 2), "etp_gather": along(expert, 3), "etp_scatter": along(expert, 3),
+        "loss_reduce": {tuple(range(32))}, "router_stats": along(dense, 1, 2), "grad_reduce": along(dense, 1, 2) | along(expert, 1), "param_gather": along(dense, 1, 2) | along(expert, 1),
     }
     met = {}
     for (position, number), ranks in rendezvous(program).items():
