@@ -35,6 +35,7 @@ PATHS_A_FAMILY = 4
 PATH_BATCH = 60
 ENGINE_BUDGET = 24
 """Layouts played at most."""
+ENGINE_BATCH = 4
 _state: dict[str, Any] = {}
 
 
@@ -203,7 +204,7 @@ def _walk_paths(found: _Found, space: Space, screened: Screened, order: np.ndarr
     _path_rows(found, space, families, pool)
     tell("longest paths", len(found.path), budget)
     rest = order[~np.isin(order, families)][:max(0, budget - len(families))]
-    batch = PATH_BATCH * max(1, pool.workers)
+    batch = 2 * PATH_BATCH  # never the number of workers: what is looked at may not depend on the machine
     for start in range(0, len(rest), batch):
         rows = rest[start:start + batch]
         kept = sorted(found.path.values())[:ENGINE_BUDGET]
@@ -232,7 +233,7 @@ def _walk_engine(found: _Found, space: Space, top: int, pool: _pool, tell: Progr
     """Plays in the order of the path: enough for the table, and on until no path left is below the best step played."""
     order = sorted(found.path, key=found.path.get)
     budget = min(max(ENGINE_BUDGET, top), len(order))
-    batch = max(2, pool.workers)
+    batch = ENGINE_BATCH
     for start in range(0, budget, batch):
         rows = order[start:min(budget, start + batch)]
         if len(found.played) >= top and found.path[rows[0]] > min(p.step_s for p in found.played.values()):

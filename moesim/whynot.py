@@ -25,9 +25,11 @@ TIE = 0.01
 def explain(evaluator: Evaluator, space, screened, fits: np.ndarray, found, winner: Candidate | None, play: Callable[[list], list]) -> list[Rejection]:
     """One line for each family that the winner does not belong to; illegal combinations first. ``play`` plays layouts."""
     known = np.full(len(space), np.inf)  # a family is judged by a layout that was looked at, not by a bound
-    for row, seconds in [*found.path.items(), *((r, p.step_s) for r, p in found.played.items())]:
+    for row, seconds in [*found.path.items(), *found.step.items()]:
         known[row] = seconds
     out = [Rejection("not legal", count, reason, "", "") for reason, count in sorted(space.dropped.items(), key=lambda item: -item[1])]
+    if not fits.any():
+        out.append(_too_big(evaluator, space, screened, "every layout", np.arange(len(space))))
     losers = []
     for field, value, rows in _families(space):
         fitting = rows[fits[rows]]
@@ -37,8 +39,8 @@ def explain(evaluator: Evaluator, space, screened, fits: np.ndarray, found, winn
             best = int(fitting[known[fitting].argmin()])
             if np.isfinite(known[best]) and known[best] / winner.step_s - 1.0 > TIE:
                 losers.append((family_name(field, value), len(rows), best))
-    examples = list(dict.fromkeys(row for _, _, row in losers if row not in found.played))
-    played = {**found.played, **dict(zip(examples, play([space.layout(row) for row in examples])))}
+    examples = list(dict.fromkeys(row for _, _, row in losers))
+    played = dict(zip(examples, play([space.layout(row) for row in examples])))
     return out + [_slower(evaluator, name, count, played[row], winner) for name, count, row in losers]
 
 
