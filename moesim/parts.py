@@ -122,7 +122,7 @@ class Parts:
         common = (base, int(window) if window else None, layout.tp, layout.cp, layout.mb, layout.precision, recompute, layout.graphs, layout.grad)
         if not moe:
             return PartKey(*common)
-        return PartKey(*common, layout.ep, layout.etp, layout.dispatcher, layout.sms, layout.overlaps("shared"), self._uneven_layers(layout))
+        return PartKey(*common, layout.ep, layout.etp, layout.dispatcher, layout.sms, layout.overlaps("shared"), self.uneven_layers(layout))
 
     def ensure(self, wanted: Iterable[tuple[PartKey, object]]) -> None:
         """Build and price every (key, a layout that has it) not known yet, in one pass."""
@@ -188,14 +188,14 @@ class Parts:
         """Expert load of a layout (None for a dense model)."""
         if not self.model.num_experts:
             return None
-        model, layers = self.model, self._uneven_layers(layout) or self.num_moe
+        model, layers = self.model, self.uneven_layers(layout) or self.num_moe
         draws = LOAD_MICROBATCHES * -(-self.num_moe // layers)
         return expert_load(self.workload.routing, model.num_experts, model.top_k, self.tokens(layout), layout.ep, layers, draws, layout.etp)
 
     def _worst_sum(self, layout, load) -> float:
         """Rows that the fullest rank keeps, summed over its layers, over the mean requested: the worst of a run, not only of the
         microbatches drawn. In-flight microbatches are taken to be as uneven as one: popular experts stay popular."""
-        layers = self._uneven_layers(layout)
+        layers = self.uneven_layers(layout)
         if self.workload.routing.kind == "histogram" or layers == 0:
             return load.memory_factor
         model, places = self.model, -(-self.num_moe // layers)
@@ -205,7 +205,7 @@ class Parts:
         worst = float(sums.mean() + reach * sums.std())
         return min(load.buffer_rows / load.requested_rows, max(load.memory_factor, worst))
 
-    def _uneven_layers(self, layout) -> int:
+    def uneven_layers(self, layout) -> int:
         """MoE layers of the pipeline rank that has fewest: fewer layers even out less. 0 where every rank gets the same rows."""
         if self.workload.routing.kind == "balanced":
             return 0

@@ -24,7 +24,7 @@ from moesim.space import Space
 LETTERS = "FBIW"
 PART_FIELDS = ("tp", "cp", "mb", "precision", "recompute", "graphs", "grad")
 SHARD_FIELDS = ("tp", "cp", "dp", "rep", "ep", "etp", "grad", "precision", "sharded", "each")
-MOE_FIELDS = (*PART_FIELDS, "ep", "etp", "dispatcher", "sms", "shared")
+MOE_FIELDS = (*PART_FIELDS, "ep", "etp", "dispatcher", "sms", "shared", "layers")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Screen:
         self.rules = {r: np.array([r in names for names, _ in space.values["overlap"]])[space.codes["overlap"]] for r in ("ep", "shared", "grad", "param", "fsdp")}
         self.prefetch = np.array([n for _, n in space.values["overlap"]])[space.codes["overlap"]]
         self.sharded = (self.value["zero"] == 3) & self.value["reshard"]
-        self.flags = {"shared": self.rules["shared"], "sharded": self.sharded, "each": self.sharded | (self.value["zero"] == 2)}
+        self.flags = {"shared": self.rules["shared"], "sharded": self.sharded, "each": self.sharded | (self.value["zero"] == 2), "layers": self._uneven_layers()}
         self.dense_shards = self.value["dp"] * self.value["cp"] // self.value["rep"]
         self.expert_shards = self.value["dp"] * self.value["cp"] * self.value["tp"] // (self.value["ep"] * self.value["etp"])
 
@@ -113,12 +113,22 @@ class Screen:
         found = [_numbers(self.parts.cache[key], name) for key, _ in wanted]
         return {n: np.array([f[n] for f in found])[inverse] for n in found[0]}
 
+    def _uneven_layers(self) -> np.ndarray:
+        """Layers over which each row's uneven loads are summed (``Parts.uneven_layers``), worked out once a structure."""
+        s = self.space
+        if self.scenario.workload.routing.kind == "balanced" or not len(s):
+            return np.zeros(len(s), dtype=np.int64)
+        key = np.stack([s.codes[f] for f in ("pp", "vpp", "schedule", "stages")], axis=1)
+        _, first, inverse = np.unique(key, axis=0, return_index=True, return_inverse=True)
+        return np.array([self.parts.uneven_layers(s.layout(i)) for i in first])[inverse.ravel()]
+
     def _distinct(self, fields: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
         """(a row of each distinct combination of ``fields``, the combination of every row); worked out once for each choice."""
         if fields not in self.combinations:
             code = np.zeros(len(self.space), dtype=np.int64)
             for f in fields:
-                column, size = (self.flags[f].astype(np.int64), 2) if f in self.flags else (self.space.codes[f], len(self.space.values[f]))
+                column = self.flags[f].astype(np.int64) if f in self.flags else self.space.codes[f]
+                size = int(column.max(initial=0)) + 1
                 code = code * size + column
             _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
             self.combinations[fields] = first, inverse.ravel()
