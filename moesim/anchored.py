@@ -14,17 +14,30 @@ from moesim.site import NEUTRAL, Site
 
 @dataclass(frozen=True)
 class RunSimulator:
-    """Run -> Quick; ``sites`` holds refitted constants by site name. Picklable, so that processes can share it."""
+    """Run -> Quick; ``sites`` holds refitted constants by site name. Picklable, so that processes can share it. Runs that pose one
+    question are simulated once, and those that differ in layout or batch share priced parts."""
 
     sites: Mapping[str, Site] = field(default_factory=dict)
 
     def __call__(self, run: Run) -> Quick:
-        evaluator = _evaluator(run, self.sites.get(run.site, NEUTRAL))
-        return evaluator.quick(evaluator.legal(run.layout))
+        site = replace(self.sites.get(run.site, NEUTRAL), proxy_dispatcher=run.proxy_dispatcher)
+        scenario = run.scenario()
+        key = repr((run.model, run.cluster, run.workload.model_copy(update={"global_batch_tokens": run.workload.seq_len}), run.stack.name, site))
+        question = (key, run.workload.global_batch_tokens, str(run.layout))
+        if question not in _ANSWERS:
+            if key not in _EVALUATORS:
+                while len(_EVALUATORS) >= NUM_KEPT:
+                    _EVALUATORS.pop(next(iter(_EVALUATORS)))
+                _EVALUATORS[key] = Evaluator(scenario, stack=run.stack, site=site)
+            evaluator = _EVALUATORS[key].for_scenario(scenario)
+            _ANSWERS[question] = evaluator.quick(evaluator.legal(run.layout))
+        return _ANSWERS[question]
 
 
-def _evaluator(run: Run, site: Site) -> Evaluator:
-    return Evaluator(run.scenario(), stack=run.stack, site=replace(site, proxy_dispatcher=run.proxy_dispatcher))
+NUM_KEPT = 16
+"""Evaluators kept in one process: each holds the priced parts of one model, cluster, stack and site."""
+_EVALUATORS: dict[str, Evaluator] = {}
+_ANSWERS: dict[tuple[str, int, str], Quick] = {}
 
 
 def fit_site(runs: Sequence[Run]) -> Site:

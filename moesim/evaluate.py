@@ -169,15 +169,14 @@ class Evaluator:
         return {name: by_class[name] / total for name in PROVENANCE if by_class[name] > 0}
 
     def quick(self, layout: Layout) -> Quick:
-        """Speed, interval and memory of one layout, without spans, breakdown or skew. A long schedule repeats itself: its longest path
-        is extended from those of two runs of few microbatches, and its contention (engine over longest path) is the shorter one's."""
+        """Speed, interval and memory of one layout, without spans, breakdown or skew. A long schedule repeats itself: its step
+        is extended along the line through two runs of fewer microbatches."""
         counts = self._few(layout)
         programs = [self._with_microbatches(layout, count).program(layout) for count in counts]
         weights = self._weights(layout, counts)
-        paths_s = paths.step_seconds(programs)
-        step_s = float(weights @ paths_s) * engine.run(programs[0], spans=False).makespan / paths_s[0]
+        step_s = float(weights @ [engine.run(p, spans=False).makespan for p in programs])
         draws = self._draws(NUM_QUICK_DRAWS)
-        log = np.log(sum(w * paths.step_draws(p, draws) for w, p in zip(weights, programs)) / (weights @ paths_s))
+        log = np.log(sum(w * paths.step_draws(p, draws) for w, p in zip(weights, programs)) / (weights @ paths.step_seconds(programs)))
         low, high = self._band(log, step_s, self.provenance(programs[-1]))
         peak = self.peak(layout).total
         return Quick(self.tokens_per_s(step_s), low, high, peak, peak <= self.budget_bytes)
@@ -185,8 +184,8 @@ class Evaluator:
     def _few(self, layout: Layout) -> tuple[int, ...]:
         """Counts of microbatches to play: the layout's own where that is few, else two that fill its pipeline and its launch queue."""
         own, legal = num_microbatches(layout, self.scenario.workload), SCHEDULES[layout.schedule].legal
-        counts = [m for m in range(max(4, 2 * layout.pp), own) if layout.pp == 1 or legal(layout.pp, m, layout.vpp) is None]
-        later = [m for m in counts if m >= counts[0] + layout.pp]
+        counts = [m for m in range(max(4, layout.pp), own) if layout.pp == 1 or legal(layout.pp, m, layout.vpp) is None]
+        later = [m for m in counts if m >= counts[0] + max(2, layout.pp)]
         return (counts[0], later[0]) if later else (own,)
 
     def _weights(self, layout: Layout, counts: tuple[int, ...]) -> np.ndarray:
@@ -211,8 +210,8 @@ class Evaluator:
     def played(self, layout: Layout) -> Played:
         """One layout in the engine: seconds of the step and where they go on the critical rank."""
         program = self.program(layout)
-        timeline = engine.run(program)
-        return Played(layout, timeline.makespan, breakdown(timeline, critical_rank(program)))
+        timeline, rank = engine.run(program), critical_rank(program)
+        return Played(layout, timeline.makespan, breakdown(timeline.of_rank(rank), rank))
 
     def candidate(self, played: Played, program: Program | None = None, *, with_skew: bool = True) -> Candidate:
         """Everything a plan says about one layout that was played."""

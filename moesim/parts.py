@@ -7,6 +7,7 @@ distinct parts, so every part is built, priced (one vectorised call for all new 
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Iterable, NamedTuple, Sequence
 
@@ -112,6 +113,12 @@ class Parts:
         self.launch_s = profile.host.launch_s[cluster.gpu.host_cpu] * site.factor("host")
         self.num_moe = max(1, model.layer_kinds().count("moe")) if model.num_experts else 1
         self.fewest: dict[tuple, int] = {}
+
+    def for_batch(self, workload) -> "Parts":
+        """These parts for a workload that differs in its global batch only: none of their costs depends on it, the caches are shared."""
+        other = copy(self)
+        other.workload = workload
+        return other
 
     def key(self, name: str, layout) -> PartKey:
         """Key of a part named as ``pipeline.stage_contents`` names layers ("attention@128", "moe", "head", ...)."""
