@@ -266,7 +266,7 @@ class Build:
         return Task(role, "collective", stream, seconds, self._issue_s(), deps=deps, uses=self.parts.uses(seconds, nvlink, nic), sms=sms, terms=((role, term, seconds),), **kw)
 
     def _issue_s(self) -> float:
-        return self.parts.launch_s * (1.0 - self.parts.stack.graph_coverage[self.layout.graphs])
+        return 0.0 if self.layout.graphs == "full" else self.parts.launch_s
 
     def _kernel(self, role: str, moved: float, deps=(), kind: str = "optimizer", **kw) -> Task:
         seconds, *_, term, _ = self.parts.price(MemoryBound(kind, moved))

@@ -19,7 +19,7 @@ tokens may come in any order and are printed in the order below::
     precision  = "bf16" | "fp8" | "mxfp8" | "nvfp4" ;                                     (default bf16)
     gradient   = "grad:" ( "fp32" | "bf16" ) ;                                            (default grad:fp32)
     optimizer  = "opt:" ( "fp32" | "bf16" | "fp8" ) ;      state of AdamW's moments       (default opt:fp32)
-    graphs     = "graph:" ( "none" | "layer" | "full" ) ;                                 (default graph:none)
+    graphs     = "graph:" ( "none" | "router" | "layer" | "full" ) ;                      (default graph:none)
     stages     = "st:" count { "/" count } ;      layers of each virtual stage            (default: even, ends lighter)
 
 ``pp*dp*cp*tp`` is the world; expert weights fold over the same ranks: ``ep*etp*edp*pp`` is the world too. Ranks are numbered
@@ -246,7 +246,7 @@ _PREFIXED = {
     "ov": _overlap,
     "grad": _choice("grad", ("fp32", "bf16")),
     "opt": _choice("optimizer", ("fp32", "bf16", "fp8")),
-    "graph": _choice("graphs", ("none", "layer", "full")),
+    "graph": _choice("graphs", ("none", "router", "layer", "full")),
     "st": _stages,
 }
 

@@ -256,7 +256,6 @@ class Parts:
     def _host(self, block: Block, key: PartKey) -> Block:
         """Kernel launches and device-to-host waits of this software."""
         launches = self._launches(key) * (self.stack.fp8_launch_ratio if key.precision != "bf16" else 1.0)
-        launches *= 1.0 - self.stack.graph_coverage[key.graphs]
         nodes = [replace(n, launches=launches / len(block), host_wait=False) for n in block]
         if key.name == "moe":
             waits = self.stack.waits(key.dispatcher, key.ep) if key.graphs != "full" else 0
@@ -267,17 +266,20 @@ class Parts:
         return Block(tuple(nodes))
 
     def _launches(self, key: PartKey) -> float:
+        """Launches of a part's forward that no graph holds."""
         s, base = self.stack, key.name
+        free, free_moe = 1.0 - s.graph_coverage[key.graphs], 1.0 - s.graph_coverage_moe[key.graphs]
         tensor = s.launches_tp / 2 if key.tp > 1 else 0.0
         if base == "attention":
             mla = s.launches_mla if self.model.attention == "mla" else 0.0
-            return s.launches_attention + mla + tensor + (s.launches_cp if key.cp > 1 else 0.0)
+            return free * (s.launches_attention + mla + tensor + (s.launches_cp if key.cp > 1 else 0.0))
         if base == "dense":
-            return s.launches_dense_ffn + tensor
+            return free * (s.launches_dense_ffn + tensor)
         if base == "moe":
             plain = s.launches_alltoall_extra if key.ep > 1 and key.dispatcher == "alltoall" else 0.0
-            return s.launches_moe + plain + s.launches_per_local_expert * self.model.num_experts / key.ep + tensor
-        return s.launches_head if base == "head" else 0.0
+            outside = plain + s.launches_per_local_expert * self.model.num_experts / key.ep
+            return free_moe * (s.launches_moe + tensor) + (outside if key.graphs != "full" else 0.0)
+        return s.launches_head if base == "head" and key.graphs != "full" else 0.0
 
     def _accumulate(self, block: Block, key: PartKey) -> Block:
         """Weight gradients as this software adds them up: FP32 in the GEMM's epilogue (8 bytes a parameter), or a bf16 gradient

@@ -134,7 +134,7 @@ def overlap(text: str) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def graphs(text: str) -> dict[str, Any]:
-    """"full_iteration" -> full; Transformer Engine's partial scopes and per-layer graphs -> layer."""
+    """"full_iteration" -> full; Transformer Engine's partial scopes -> layer where they hold attention, else router."""
     low = text.strip().lower()
     if not low:
         return {}
@@ -142,6 +142,8 @@ def graphs(text: str) -> dict[str, Any]:
         return {"graphs": "none"}
     if low in ("full_iteration", "full iteration", "full"):
         return {"graphs": "full"}
+    if low.startswith("te:") and "attn" not in low:
+        return {"graphs": "router"}
     if low.startswith("te") or low in ("layer graphs", "layer", "on", "partial"):
         return {"graphs": "layer"}
     raise NotExpressible(f"cuda_graphs: {text!r} is not understood")

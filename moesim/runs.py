@@ -294,6 +294,16 @@ def _pipeline(draft: _Draft, model: ModelSpec, values: dict[str, Any]) -> None:
         values["stages"] = stages
     elif values["pp"] * vpp == model.num_layers + 2:  # embedding and loss each count as a layer: the end stages hold only them
         values["stages"] = (0,) + (1,) * model.num_layers + (0,)
+    elif draft.stack.unstated_stages == "short_last":
+        values["stages"] = _short_last(model.num_layers, values["pp"] * vpp)
+
+
+def _short_last(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Equal stages but the last, which also holds MTP modules and the loss; () where layers divide, or would with the embedding and
+    the loss counted as one each."""
+    each = -(-num_layers // num_stages)
+    rest = num_layers - each * (num_stages - 1)
+    return () if num_layers % num_stages == 0 or (num_layers + 2) % num_stages == 0 or rest < 1 else (each,) * (num_stages - 1) + (rest,)
 
 
 def _micro_batch(draft: _Draft, values: dict[str, Any]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from functools import cached_property, lru_cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -20,7 +20,7 @@ Launches = Annotated[float, Field(ge=0, le=1e5, allow_inf_nan=False)]
 Factor = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Dispatcher = Literal["alltoall", "sync_free", "dedup"]
-Graphs = Literal["none", "layer", "full"]
+Graphs = Literal["none", "router", "layer", "full"]
 Provenance = Literal["measured", "documented"]
 
 DEGREES = ("pp", "dp", "rep", "cp", "tp", "ep", "etp", "mb", "stages")
@@ -60,7 +60,9 @@ class Stack(BaseModel):
     weight_grad_placeholders: bool = False  # one unused bf16 gradient a distinct weight shape is kept for autograd, beside the fused accumulation
     saves_expert_output: bool = False  # expert outputs kept for the router's gradient (weights applied after the down-projection)
     end_of_step_s: Annotated[float, Field(ge=0, le=60, allow_inf_nan=False)] = 0.0  # host work between steps nothing hides
-    graph_coverage: dict[Graphs, Share] = {"none": 0.0, "layer": 0.5, "full": 1.0}  # share of a layer's launches captured
+    # Share of launches captured by graphs over the router ("router"), attention and the router ("layer"), or the step ("full").
+    graph_coverage: dict[Graphs, Share] = {"none": 0.0, "router": 0.0, "layer": 1.0, "full": 1.0}  # of attention and of a dense FFN
+    graph_coverage_moe: dict[Graphs, Share] = {"none": 0.0, "router": 0.4, "layer": 0.4, "full": 1.0}  # of launches_moe
 
     # FSDP2 gathers into one buffer and copies it out to the parameters, and copies gradients into one buffer before it reduces
     # them; it waits until fewer than this many reductions are in flight before it copies the next ones in
@@ -73,6 +75,7 @@ class Stack(BaseModel):
     fsdp_prefetch: Annotated[int, Field(ge=0, le=64)] = 1  # layers gathered ahead under ZeRO-3
     selective_recompute: tuple[str, ...] = ("core_attn",)  # roles meant by a bare "selective"
     unstated_vpp: Literal["none", "full"] = "none"  # chunks of a pipeline a run does not interleave in words | one layer a chunk
+    unstated_stages: Literal["light_ends", "short_last"] = "light_ends"  # layers that don't divide: to the middle | missing from the last
     unstated_etp: Literal["one", "tp"] = "one"  # expert tensor parallel degree of a run that states none
     defaults: dict[str, int | bool | str | tuple[str, ...]] = {}  # Layout fields to assume where a run is silent
     sources: dict[str, str]  # field -> public address, or the reasoning behind an assumed value
@@ -130,8 +133,9 @@ def _problem(stack: Stack) -> str | None:
         missing = {"alltoall", "sync_free", "dedup"} - set(getattr(stack, table))
         if missing:
             return f"{table} lacks {', '.join(sorted(missing))}"
-    if set(stack.graph_coverage) != {"none", "layer", "full"}:
-        return "graph_coverage needs none, layer and full"
+    for table in ("graph_coverage", "graph_coverage_moe"):
+        if set(getattr(stack, table)) != set(get_args(Graphs)):
+            return f"{table} needs {', '.join(get_args(Graphs))}"
     given = stack.model_fields_set - {"name", "description", "sources", "provenance"}
     lacking, extra = sorted(given - set(stack.sources)), sorted((set(stack.sources) | set(stack.provenance)) - given)
     if lacking or extra:

@@ -151,10 +151,12 @@ def test_launches_of_a_layer_are_the_stacks_counts(stack, text):
     """From the fields of the stack alone, written out once more."""
     evaluator = Evaluator(scenario("moe", stack=stack))
     layout, s, parts = evaluator.legal(text), evaluator.stack, evaluator.parts
-    scale = (s.fp8_launch_ratio if layout.precision != "bf16" else 1.0) * (1 - s.graph_coverage[layout.graphs]) * parts.launch_s
+    scale = (s.fp8_launch_ratio if layout.precision != "bf16" else 1.0) * parts.launch_s
+    free, free_moe, outside = 1 - s.graph_coverage[layout.graphs], 1 - s.graph_coverage_moe[layout.graphs], layout.graphs != "full"
     tensor = s.launches_tp / 2 if layout.tp > 1 else 0
-    moe = s.launches_moe + tensor + s.launches_per_local_expert * 16 / layout.ep + (s.launches_alltoall_extra if layout.ep > 1 and layout.dispatcher == "alltoall" else 0)
-    expected = {"attention": s.launches_attention + tensor + (s.launches_cp if layout.cp > 1 else 0), "dense": s.launches_dense_ffn + tensor, "moe": moe, "head": s.launches_head}
+    experts = s.launches_per_local_expert * 16 / layout.ep + (s.launches_alltoall_extra if layout.ep > 1 and layout.dispatcher == "alltoall" else 0)
+    expected = {"attention": free * (s.launches_attention + tensor + (s.launches_cp if layout.cp > 1 else 0)), "dense": free * (s.launches_dense_ffn + tensor),
+                "moe": free_moe * (s.launches_moe + tensor) + outside * experts, "head": outside * s.launches_head}
     for name, launches in expected.items():
         part = parts.get(name, layout)
         assert part.host["F"] == pytest.approx(launches * scale, rel=1e-12), name

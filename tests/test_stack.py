@@ -60,17 +60,19 @@ def test_defaults_are_a_layout(name):
 
 @pytest.mark.parametrize("name", stack_names())
 def test_graphs_never_raise_launches(name):
-    coverage = load_stack(name).graph_coverage
-    assert coverage["none"] == 0 <= coverage["layer"] <= coverage["full"] == 1
+    for coverage in (load_stack(name).graph_coverage, load_stack(name).graph_coverage_moe):
+        assert coverage["none"] == 0 <= coverage["router"] <= coverage["layer"] <= coverage["full"] == 1
 
 
 def host_seconds(run, launch_s):
     """Seconds the host needs to issue forward and backward of one MoE layer, by the stack's counts."""
     stack, layout, model = run.stack, run.layout, run.model
-    count = stack.launches_attention + stack.launches_moe + stack.launches_per_local_expert * model.num_experts / layout.ep
-    count += stack.launches_mla * (model.attention == "mla") + stack.launches_tp * (layout.tp > 1) + stack.launches_cp * (layout.cp > 1)
-    count += stack.launches_alltoall_extra * (layout.dispatcher == "alltoall" and layout.ep > 1)
-    count *= (stack.fp8_launch_ratio if layout.precision != "bf16" else 1.0) * (1 - stack.graph_coverage[layout.graphs])
+    attention = stack.launches_attention + stack.launches_mla * (model.attention == "mla")
+    attention += stack.launches_tp * (layout.tp > 1) + stack.launches_cp * (layout.cp > 1)
+    experts = stack.launches_per_local_expert * model.num_experts / layout.ep + stack.launches_alltoall_extra * (layout.dispatcher == "alltoall" and layout.ep > 1)
+    count = attention * (1 - stack.graph_coverage[layout.graphs]) + stack.launches_moe * (1 - stack.graph_coverage_moe[layout.graphs])
+    count += experts * (layout.graphs != "full")
+    count *= stack.fp8_launch_ratio if layout.precision != "bf16" else 1.0
     return count * (1 + stack.backward_launch_ratio) * launch_s
 
 
