@@ -15,7 +15,7 @@ import numpy as np
 
 from moesim import axes, transformer
 from moesim.axes import pipeline
-from moesim.block import COMM, COMPUTE, Block, Node, backward
+from moesim.block import COMM, COMPUTE, Block, Node, backward, recomputed
 from moesim.ops import Attention, Collective, Dispatch, Gemm, Group, GroupedGemm, MemoryBound, Op
 from moesim.pricing import PROVENANCE
 from moesim.program import COMM as COMM_STREAM
@@ -26,6 +26,8 @@ from moesim.schedules import SCHEDULES
 from moesim.site import NEUTRAL, Site
 
 LAYER_KINDS = ("dense", "moe")
+ROUTED = ("permute", "etp_gather", "expert_up", "moe_act", "expert_down")
+"""Nodes whose kept output has a row for each route received."""
 LOAD_MICROBATCHES = 8
 """Microbatches over which skewed routing is averaged: the mean of the maximum settles within a few of them."""
 RUN_MICROBATCHES = 1000
@@ -100,6 +102,8 @@ class Part:
     compute: dict[str, float]
     comm: dict[str, float]
     host: dict[str, float]
+    routed: float
+    """The part of ``saved`` that follows the rows received."""
 
 
 class Parts:
@@ -113,6 +117,7 @@ class Parts:
         self.launch_s = profile.host.launch_s[cluster.gpu.host_cpu] * site.factor("host")
         self.num_moe = max(1, model.layer_kinds().count("moe")) if model.num_experts else 1
         self.fewest: dict[tuple, int] = {}
+        self.worst: dict[tuple, float] = {}
 
     def for_batch(self, workload) -> "Parts":
         """These parts for a workload that differs in its global batch only: none of their costs depends on it, the caches are shared."""
@@ -133,13 +138,17 @@ class Parts:
 
     def ensure(self, wanted: Iterable[tuple[PartKey, object]]) -> None:
         """Build and price every (key, a layout that has it) not known yet, in one pass."""
-        blocks, rooms = {}, {}
+        blocks, rooms, missing = {}, {}, {}
         for key, layout in wanted:
+            if key in self.cache:
+                continue
+            missing[key], key = layout, key._replace(layers=0)
             if key not in self.cache and key not in blocks:
                 blocks[key], rooms[key] = self._blocks(key, layout), self._room(key, layout)
         self.price_ops(self._kernel(n.op)[0] for pair in blocks.values() for block in pair for n in block)
         for key, (forward, adjoint) in blocks.items():
             self.cache[key] = self._part(key, forward, adjoint, *rooms[key])
+        self.cache |= {key: self._uneven(key, layout) for key, layout in missing.items() if key.layers}
 
     def get(self, name: str, layout) -> Part:
         key = self.key(name, layout)
@@ -187,7 +196,7 @@ class Parts:
         return transformer.Work(
             layout.mb, self.workload.seq_len, layout.precision, self.stack.pointwise_fusion,
             permutes=self.stack.permutes(layout.dispatcher, layout.ep), saves_expert_output=self.stack.saves_expert_output,
-            load=load.max_over_mean_rank / kept if load else 1.0, memory_load=self._worst_sum(layout, load) / kept if load else 1.0,
+            load=load.max_over_mean_rank / kept if load else 1.0,
             max_expert=load.max_over_mean_expert / load.max_over_mean_rank if load else 1.0, kept=kept,
         )
 
@@ -195,22 +204,28 @@ class Parts:
         """Expert load of a layout (None for a dense model)."""
         if not self.model.num_experts:
             return None
-        model, layers = self.model, self.uneven_layers(layout) or self.num_moe
-        draws = LOAD_MICROBATCHES * -(-self.num_moe // layers)
-        return expert_load(self.workload.routing, model.num_experts, model.top_k, self.tokens(layout), layout.ep, layers, draws, layout.etp)
+        model = self.model
+        return expert_load(self.workload.routing, model.num_experts, model.top_k, self.tokens(layout), layout.ep, self.num_moe, LOAD_MICROBATCHES, layout.etp)
 
-    def _worst_sum(self, layout, load) -> float:
-        """Rows that the fullest rank keeps, summed over its layers, over the mean requested: the worst of a run, not only of the
+    def _uneven(self, key: PartKey, layout) -> Part:
+        """The part of ``key`` from the one that keeps mean rows: what backward needs follows the fullest rank's rows over its layers."""
+        mean = self.cache[key._replace(layers=0)]
+        question = (key.layers, self.tokens(layout), layout.ep, layout.etp)
+        if question not in self.worst:
+            self.worst[question] = self._worst_sum(key.layers, layout) / self.work(layout).kept
+        return replace(mean, key=key, saved=mean.saved + mean.routed * (self.worst[question] - 1.0))
+
+    def _worst_sum(self, layers: int, layout) -> float:
+        """Rows that the fullest rank keeps, summed over so many layers, over the mean requested: the worst of a run, not only of the
         microbatches drawn. In-flight microbatches are taken to be as uneven as one: popular experts stay popular."""
-        layers = self.uneven_layers(layout)
-        if self.workload.routing.kind == "histogram" or layers == 0:
+        model, routing, places = self.model, self.workload.routing, -(-self.num_moe // layers)
+        question = (routing, model.num_experts, model.top_k, self.tokens(layout), layout.ep, layers, LOAD_MICROBATCHES * places, layout.etp)
+        load = expert_load(*question)
+        if routing.kind == "histogram":
             return load.memory_factor
-        model, places = self.model, -(-self.num_moe // layers)
-        drawn = rank_loads(self.workload.routing, model.num_experts, model.top_k, self.tokens(layout), layout.ep, layers, LOAD_MICROBATCHES * places, layout.etp)
-        sums = drawn.mean(axis=1)
+        sums = rank_loads(*question).mean(axis=1)
         reach = math.sqrt(2.0 * math.log(RUN_MICROBATCHES * places * layout.ep))
-        worst = float(sums.mean() + reach * sums.std())
-        return min(load.buffer_rows / load.requested_rows, max(load.memory_factor, worst))
+        return min(load.buffer_rows / load.requested_rows, max(load.memory_factor, float(sums.mean() + reach * sums.std())))
 
     def uneven_layers(self, layout) -> int:
         """MoE layers of the pipeline rank that has fewest: fewer layers even out less. 0 where every rank gets the same rows."""
@@ -225,13 +240,13 @@ class Parts:
         return self.fewest[key]
 
     def _room(self, key: PartKey, layout) -> tuple[float, float]:
-        """(rows of a rank's worst layer and microbatch over those it keeps on average, rows a receive buffer has room for over the
-        mean requested). What one layer holds for a while follows the former."""
+        """(rows of a rank's worst layer and microbatch over the mean kept, rows a receive buffer has room for over the mean requested).
+        What one layer holds for a while follows the former."""
         load = self.load(layout) if key.name == "moe" else None
         if load is None:
             return 1.0, 1.0
         room = load.buffer_rows / load.requested_rows
-        return (room / self._worst_sum(layout, load) if key.layers else 1.0), room
+        return (room * load.requested_rows / load.kept_rows if self.uneven_layers(layout) else 1.0), room
 
     def tokens(self, layout) -> int:
         """Tokens one rank brings to a MoE layer in one microbatch."""
@@ -310,8 +325,9 @@ class Parts:
             # The layer's input is all that stays; it is the output of the part before, counted here once a layer.
             saved = next((n.saved for n in forward if n.key == "residual1"), 0.0)
         gradient = max((n.saved for n in forward if n.key != "loss"), default=0.0)
+        routed = sum(n.saved for n in forward if n.key in ROUTED and not recomputed(n, recompute)) if saved > 0 and recompute != {"full"} else 0.0
         unused = _weight_shapes(forward) if self.stack.weight_grad_placeholders else 0.0
-        part = Part(key, f, b, dense, expert, saved, (whole - saved + gradient) * worst + unused, _buffer(forward) * room, {}, {}, {}, {})
+        part = Part(key, f, b, dense, expert, saved, (whole - saved + gradient) * worst + unused, _buffer(forward) * room, {}, {}, {}, {}, routed)
         for letter in "FBIW":
             nodes = _of(part, letter)
             part.compute[letter] = sum(p.seconds for p in nodes if p.node.stream == COMPUTE)
@@ -339,7 +355,7 @@ class Parts:
 
     def runs(self, part: Part, letter: str, fuse: bool = True) -> tuple[Task, ...]:
         """Tasks of one part for one letter; see ``Part``."""
-        key = (part.key, letter, fuse)
+        key = (part.key._replace(layers=0), letter, fuse)
         if key not in self.tasks:
             self.tasks[key] = make_runs(part, letter, fuse)
         return self.tasks[key]
