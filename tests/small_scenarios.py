@@ -21,7 +21,7 @@ AXES = {
     "pp": [1, 2, 4, 8], "num_chunks": [1, 2, 4], "cp": [1, 2], "tp": [1, 2, 4], "ep": [1, 2, 4, 8], "etp": [1, 2], "zero": [0, 1, 2, 3], "reshard": ["true", "false"],
     "micro_batch": [1, 2], "schedule": ["gpipe", "1f1b", "interleaved", "interleaved_zb", "zbv", "dualpipev"], "recompute": ["none", "norm+moe_act", "core_attn", "full"],
     "dispatcher": ["alltoall", "dedup", "sync_free"], "overlap": ["none", "ep", "shared", "grad+param", "ep+shared+grad+param+fsdp2", "fsdp1"],
-    "precision": ["bf16", "fp8", "mxfp8"], "grad_dtype": ["fp32", "bf16"], "optimizer": ["fp32", "bf16", "fp8"], "graphs": ["none", "layer", "full"], "dp_replicate": [1, 2],
+    "precision": ["bf16", "fp8", "mxfp8"], "grad_dtype": ["fp32", "bf16"], "optimizer": ["fp32", "bf16", "fp8"], "graphs": ["none", "router", "layer", "full"], "dp_replicate": [1, 2],
     "dispatcher_sms": [8, 16],
 }  # fmt: skip
 

@@ -187,12 +187,14 @@ def test_interleaving_two_bodies_keeps_each_of_them():
 
 @pytest.mark.parametrize("degrees", ["dp64 ep16", "pp4 vpp2 dp16 ep16 interleaved"])
 def test_pairs_hide_dispatch_and_combine(degrees):
-    """Where the links are the bottleneck a pair hides most of them; never more than all of them."""
+    """Where the links are the bottleneck a pair hides most of them; without a pipeline never more than all of them (in one, the
+    critical path crosses the collectives of several ranks)."""
     evaluator = Evaluator(scenario("moe", num_nodes=8, batch=512, seq_len=4096))
     alone, paired = (evaluator.program(evaluator.legal(f"{degrees} zero1 graph:full{rule}")) for rule in ("", " ov:ep"))
     steps = [paths.step_seconds([p])[0] for p in (alone, paired)]
-    exchanged = sum(t.seconds for t in tasks_of(alone, 0) if t.stream == COMM)
-    assert 0.1 * exchanged < steps[0] - steps[1] <= exchanged
+    exchanged = max(sum(t.seconds for t in tasks_of(alone, rank) if t.stream == COMM) for rank in range(alone.num_ranks))
+    assert 0.1 * exchanged < steps[0] - steps[1]
+    assert "pp" in degrees or steps[0] - steps[1] <= exchanged
 
 
 @pytest.mark.parametrize("text", ["pp4 dp2 1f1b", "pp4 dp2 gpipe", "pp2 vpp2 dp4 interleaved", "pp2 vpp2 dp4 interleaved_zb", "pp4 vpp2 dp2 zbv", "pp4 vpp2 dp2 dualpipev", "pp4 vpp2 dp2 zbv ep2 ov:ep"])

@@ -18,7 +18,7 @@ VALUES = {
     "reshard": ["true", "false"], "micro_batch": [1, 2, 4, 3], "schedule": ["gpipe", "1f1b", "interleaved", "interleaved_zb", "zbv", "dualpipev"],
     "recompute": ["none", "norm", "full", "norm+core_attn"], "dispatcher": ["alltoall", "a2a", "dedup", "sync_free"], "dispatcher_sms": [4, 24],
     "overlap": ["none", "ep", "shared+ep", "grad+param", "fsdp1", "ep+fsdp2+grad"], "precision": ["bf16", "mxfp8"], "grad_dtype": ["fp32", "bf16"],
-    "optimizer": ["fp32", "fp8"], "graphs": ["none", "full"], "dp_replicate": [1, 2, 4, 3], "stages": ["even", "4/4", "1/2/3/2", "1/1/1/1/1/1/1/1", "3/4"],
+    "optimizer": ["fp32", "fp8"], "graphs": ["none", "router", "full"], "dp_replicate": [1, 2, 4, 3], "stages": ["even", "4/4", "1/2/3/2", "1/1/1/1/1/1/1/1", "3/4"],
 }  # fmt: skip
 OWN = load_stack("megatron_bridge").default_layout
 
