@@ -27,6 +27,7 @@ from moesim.parts import Parts, layer_parts
 from moesim.program import COMM, COMPUTE, DATA, REDUCE, Body, CoRun, Program, Task, Transfer
 from moesim.schedules import SCHEDULES, Action, Pair, flatten, local_chunks
 
+MAX_BODIES = 4096
 LAUNCH_QUEUE = 1024
 """Kernels a host may have in flight before a launch blocks (the depth of the CUDA launch queue, as commonly observed:
 https://forums.developer.nvidia.com/t/how-many-kernels-can-be-queued/64126). Assumed; matters only where the host is far ahead."""
@@ -74,6 +75,7 @@ class Assembler:
         self.parts, self.fuse, self.model = parts, fuse, parts.model
         self.gammas = co_runs(parts.profile.gammas)
         self.num_sms = parts.profile.num_sms
+        self.bodies: dict[tuple, Body] = {}
 
     def program(self, layout: Layout) -> Program:
         """The step of ``layout``; the layout must be legal for the scenario."""
@@ -122,7 +124,7 @@ class Build:
         hop = self._transfer(size)
         launches = max((sum(t.host_s for t in b) for b in bodies), default=0.0) / max(self.parts.launch_s, 1e-12)
         return {
-            "transfer_forward": hop, "transfer_backward": hop, "run_ahead": max(1, round(LAUNCH_QUEUE / max(1.0, launches))),
+            "transfer_forward": hop, "transfer_backward": hop, "run_ahead": 1 + max(1, round(LAUNCH_QUEUE / max(1.0, launches))),
             "gammas": self.maker.gammas, "num_sms": self.maker.num_sms,
         }
 
@@ -154,8 +156,20 @@ class Build:
     def _remember(self, key, make) -> int:
         if key not in self.known:
             self.known[key] = len(self.bodies)
-            self.bodies.append(make())
+            self.bodies.append(self._shared(key, make))
         return self.known[key]
+
+    def _shared(self, key, make) -> Body:
+        """Bodies are the same for every layout that agrees on what they hold, wherever its pipeline puts them."""
+        l = self.layout
+        sharding = (l.zero, l.reshard, l.dp, l.rep, l.prefetch) if _reads_shards(key) else ()
+        wide = self.parts.key("moe", l)  # all that the cost of any part depends on, the layers that uneven rows are summed over included
+        found = self.maker.bodies.get((key, wide, sharding))
+        if found is None:
+            if len(self.maker.bodies) >= MAX_BODIES:
+                self.maker.bodies.clear()
+            found = self.maker.bodies[key, wide, sharding] = make()
+        return found
 
     def _variant(self, action: Action, firsts, lasts) -> tuple:
         last = len(self.contents) - 1
@@ -195,6 +209,9 @@ class Build:
             released.append(tape.last)
             if reduces:
                 reductions.append(self._reduce(tape, unit, reductions))
+        if tape.last < 0:
+            # A stage without layers passes on what it gets.
+            tape.add(Task("pass", "memory_bound", COMPUTE, 0.0))
         return tape.body(needs=not (letter == "F" and first) and letter != "W", slot=slot,
                          gives=letter != "W" and not (letter == "F" and last) and not (letter != "F" and first))
 
@@ -323,6 +340,12 @@ class Build:
             tape.add(self._collective("loss_reduce", Collective("all_reduce", 8.0, l.groups["world"]), REDUCE, (0,)))
 
 
+def _reads_shards(key: tuple) -> bool:
+    """Does a body (or a pair) gather weights or reduce gradients?"""
+    variants = key if isinstance(key[0][0], tuple) and isinstance(key[0][0][0], tuple) else (key,)
+    return any(v[3] or v[4] for v in variants)
+
+
 def _merged(units: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """All of a rank's units as one bucket: nothing waits for a part of it once the step's compute has ended."""
     return [tuple(name for unit in units for name in unit)] if units else []
@@ -355,7 +378,7 @@ class Tape:
             deps = tuple(base + d if d >= 0 else before for d in task.deps if d >= 0 or before >= 0)
             if task.stream == COMPUTE and self.pending:
                 deps, self.pending = tuple(dict.fromkeys(deps + self.pending)), ()
-            self.add(task if deps == task.deps else replace(task, deps=deps))
+            self.add(task if deps == task.deps else task.with_deps(deps))
 
     def body(self, needs: bool, gives: bool, slot: int) -> Body:
         """The body, its first compute task waiting for the input and its last one giving the output."""
@@ -369,9 +392,9 @@ class Tape:
 
 
 def interleave(a: Body, b: Body) -> Body:
-    """Two bodies as one overlapped pair: their compute runs alternate, so that one's collectives stand under the other's compute.
+    """Two bodies as one overlapped pair: their pieces alternate, so that one's collectives stand under the other's compute.
 
-    Each body keeps its own order and waits; runs of the longer one are spread evenly over the shorter.
+    Each body keeps its own order and waits; pieces of the longer one are spread evenly over the shorter.
     """
     pieces = [_pieces(a), _pieces(b)]
     order = sorted([(i / max(1, len(p)), side, i) for side, p in enumerate(pieces) for i in range(len(p))])
@@ -381,15 +404,15 @@ def interleave(a: Body, b: Body) -> Body:
         for old in pieces[side][i]:
             where[side][old] = len(out)
             task = (a, b)[side][old]
-            out.append(replace(task, deps=tuple(where[side][d] for d in task.deps)))
+            out.append(task.with_deps(tuple([where[side][d] for d in task.deps])))
     return tuple(out)
 
 
 def _pieces(body: Body) -> list[list[int]]:
-    """Task indices cut before every compute task that follows something else."""
+    """Task indices in pieces of a run of compute and the collectives behind it: what computes next waits for those."""
     cuts: list[list[int]] = []
     for i, task in enumerate(body):
-        if not cuts or task.stream == COMPUTE:
+        if not cuts or (task.stream == COMPUTE and any(body[k].stream == COMM for k in cuts[-1])):
             cuts.append([])
         cuts[-1].append(i)
     return cuts

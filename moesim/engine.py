@@ -37,7 +37,7 @@ def run(program: Program, *, jitter: Jitter | None = None, spans: bool = True) -
     if stuck:
         raise ValueError("deadlock: " + ", ".join(rank.where() for rank in stuck[:4]))
     makespan = max(rank.last_end for rank in world.ranks)
-    return Timeline(makespan, program.num_ranks, (lambda: record_spans(program, world.records)) if spans else tuple)
+    return Timeline(makespan, program.num_ranks, (lambda rank=None: record_spans(program, world.records, rank)) if spans else (lambda rank=None: ()))
 
 
 class _World:

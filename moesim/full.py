@@ -184,6 +184,10 @@ class _Player(Build):
     def _variant(self, action, firsts, lasts) -> tuple:
         return (*super()._variant(action, firsts, lasts), action.stage, 0 if self.cast.is_even else action.microbatch)
 
+    def _shared(self, key: tuple, make) -> Body:
+        """Every rank's bodies are its own: they name the meetings of its own groups."""
+        return make()
+
     def _body(self, key: tuple, slot: int) -> Body:
         return self._fresh(slot, lambda: super(_Player, self)._body(key, slot))
 

@@ -16,6 +16,8 @@ import numpy as np
 from moesim import axes, transformer
 from moesim.axes import pipeline
 from moesim.block import COMM, COMPUTE, Block, Node, backward, recomputed
+from moesim.coverage import Coverage, features_of, load_coverage
+from moesim.coverage import kind_of as coverage_kind
 from moesim.ops import Attention, Collective, Dispatch, Gemm, Group, GroupedGemm, MemoryBound, Op
 from moesim.pricing import PROVENANCE
 from moesim.program import COMM as COMM_STREAM
@@ -28,6 +30,7 @@ from moesim.site import NEUTRAL, Site
 LAYER_KINDS = ("dense", "moe")
 ROUTED = ("permute", "etp_gather", "expert_up", "moe_act", "expert_down")
 """Nodes whose kept output has a row for each route received."""
+HEADS = ("head", "mtp_head")
 LOAD_MICROBATCHES = 8
 """Microbatches over which skewed routing is averaged: the mean of the maximum settles within a few of them."""
 RUN_MICROBATCHES = 1000
@@ -109,12 +112,13 @@ class Part:
 class Parts:
     """Cache of priced parts for one model, cluster, workload, stack and profile."""
 
-    def __init__(self, model, cluster, workload, stack, profile, site: Site = NEUTRAL):
+    def __init__(self, model, cluster, workload, stack, profile, site: Site = NEUTRAL, coverage: Coverage | None = None):
         self.model, self.cluster, self.workload, self.stack, self.profile, self.site = model, cluster, workload, stack, profile, site
         self.cache: dict[PartKey, Part] = {}
         self.prices: dict[Op, tuple] = {}
         self.tasks: dict[tuple[PartKey, str, bool], tuple[Task, ...]] = {}
-        self.launch_s = profile.host.launch_s[cluster.gpu.host_cpu] * site.factor("host")
+        self.coverage = (coverage or load_coverage()).factors(stack.name, cluster.gpu.name, features_of(model, cluster))
+        self.launch_s = profile.host.launch_s[cluster.gpu.host_cpu] * site.factor("host") * self.coverage.get("host", 1.0)
         self.num_moe = max(1, model.layer_kinds().count("moe")) if model.num_experts else 1
         self.fewest: dict[tuple, int] = {}
         self.worst: dict[tuple, float] = {}
@@ -130,7 +134,7 @@ class Parts:
         base, _, window = name.partition("@")
         moe = base == "moe"
         # Full recompute is of layers: between the vocabulary projection and its backward there is nothing to save memory for.
-        recompute = () if base == "head" else layout.recompute
+        recompute = () if base in HEADS else layout.recompute
         common = (base, int(window) if window else None, layout.tp, layout.cp, layout.mb, layout.precision, recompute, layout.graphs, layout.grad)
         if not moe:
             return PartKey(*common)
@@ -294,7 +298,7 @@ class Parts:
             plain = s.launches_alltoall_extra if key.ep > 1 and key.dispatcher == "alltoall" else 0.0
             outside = plain + s.launches_per_local_expert * self.model.num_experts / key.ep
             return free_moe * (s.launches_moe + tensor) + (outside if key.graphs != "full" else 0.0)
-        return s.launches_head if base == "head" and key.graphs != "full" else 0.0
+        return s.launches_head if base in HEADS and key.graphs != "full" else 0.0
 
     def _accumulate(self, block: Block, key: PartKey) -> Block:
         """Weight gradients as this software adds them up: FP32 in the GEMM's epilogue (8 bytes a parameter), or a bf16 gradient
@@ -342,6 +346,7 @@ class Parts:
     def _price_node(self, node: Node) -> Priced:
         op, times = self._kernel(node.op)
         seconds, nvlink, nic, sms, term, provenance = self.prices[op]
+        seconds *= self.coverage.get(coverage_kind(node.role, term), 1.0)
         uses = self.uses(seconds, nvlink, nic) if node.stream == COMM else ()
         return Priced(node, seconds * times, sms, term, provenance, node.launches * self.launch_s, uses)
 
@@ -372,6 +377,7 @@ _BUILD = {
     "moe": lambda m, w, _: transformer.moe(m, w),
     "mtp_projection": lambda m, w, _: transformer.mtp_projection(m, w),
     "head": lambda m, w, _: transformer.head(m, w),
+    "mtp_head": lambda m, w, _: transformer.head(m, w, shared=True),
 }
 
 
@@ -382,7 +388,7 @@ def layer_parts(name: str, model) -> tuple[str, ...]:
         return ("attention" + (f"@{window}" if window else ""), base)
     if base == "mtp":
         last = model.layer_kinds()[-1]
-        return ("mtp_projection", "attention", last, "head")
+        return ("mtp_projection", "attention", last, "mtp_head")
     return (name,)
 
 

@@ -27,7 +27,7 @@ def play(program: Program, *, jitter: Jitter | None = None) -> Timeline:
         ranks = [rank for rank in ranks if next(rank, "ended") != "ended"]
         if ranks and player.num_moves == before:
             raise ValueError("deadlock: " + ", ".join(f"rank {r} waits at {where}" for r, where in sorted(player.where.items())[:4]))
-    return Timeline(player.makespan, program.num_ranks, lambda: record_spans(program, player.records))
+    return Timeline(player.makespan, program.num_ranks, lambda rank=None: record_spans(program, player.records, rank))
 
 
 def scaled_lag(task: Task, seconds: float) -> float:

@@ -15,9 +15,10 @@ from moesim import memory
 from moesim.assembly import GRAD_BYTES, OPTIMIZER_BYTES, orders_of
 from moesim.axes import pipeline
 from moesim.bounds import Durations, screen_structure
+from moesim.overlap import Alternation, PairedDurations, pieces
 from moesim.layout import stage_layers
 from moesim.ops import Collective, Group, MemoryBound
-from moesim.parts import Part, PartKey, Parts, layer_parts
+from moesim.parts import HEADS, Part, PartKey, Parts, layer_parts
 from moesim.schedules import SCHEDULES
 from moesim.space import Space
 
@@ -43,6 +44,7 @@ class Screen:
         self.scenario, self.parts, self.space, self.model = scenario, parts, space, scenario.model
         self.items = item_names(self.model)
         self.value = {f: space.column(f) for f in space.values if f not in ("overlap", "recompute", "stages")}
+        self.runs: dict[str, np.ndarray] | None = None
         self.combinations: dict[tuple[str, ...], tuple[np.ndarray, np.ndarray]] = {}
         self.rules = {r: np.array([r in names for names, _ in space.values["overlap"]])[space.codes["overlap"]] for r in ("ep", "shared", "grad", "param", "fsdp")}
         self.prefetch = np.array([n for _, n in space.values["overlap"]])[space.codes["overlap"]]
@@ -192,7 +194,50 @@ class Screen:
         data = {"F": gather, "B": gather, "I": gather, "W": none}
         reduced = {"F": none, "B": reduce, "I": none, "W": reduce}
         lanes = {x: np.stack([compute[x], comm[x], data[x], reduced[x], host[x]]) for x in LETTERS}
-        return Durations(path, lanes, self._hop(rows))
+        return PairedDurations(path, lanes, self._hop(rows), alternation=self._alternation(rows, structure, compute))
+
+    def _alternation(self, rows, structure: memory.Structure, compute) -> Alternation | None:
+        """What the bound of an overlapped pair needs, where the model has one kind of MoE layer behind its dense ones."""
+        moe = [k for k, item in enumerate(self.items) if item.partition("@")[0] == "moe"]
+        if len(moe) != 1 or self.model.moe_layer_interval != 1 or self.model.num_mtp_layers:
+            return None
+        values = self._pieces()
+        take = lambda name: values[name][rows]  # noqa: E731
+        head = np.array([item == "head" for item in self.items])
+        front = ~head & (np.arange(len(self.items)) != moe[0])
+        outside = lambda letter, which: self.table[f"compute_{letter}"][rows] @ (structure.contents * which).T  # noqa: E731
+        return Alternation(
+            f=np.stack([take(f"f{i}") for i in range(3)]), b=np.stack([take(f"b{i}") for i in range(3)]),
+            f_comm=np.stack([take("fc0"), take("fc1")]), b_comm=np.stack([take("bc0"), take("bc1")]), f_attention=take("fa"), b_attention=take("ba"),
+            f_lead=outside("F", front), f_tail=outside("F", head), b_lead=outside("B", front), b_tail=outside("B", head),
+            f_compute=compute["F"], b_compute=compute["B"], layers=structure.contents[:, moe[0]],
+            valid=np.broadcast_to((take("fits") & ~self.sharded[rows])[:, None], compute["F"].shape),
+        )
+
+    def _pieces(self) -> dict[str, np.ndarray]:
+        """Runs of one MoE layer for every row: compute f0 f1 f2 (b0 b1 b2), the collectives between, attention, and whether the
+        layer has just these."""
+        if self.runs is None:
+            item = next(i for i in self.items if i.partition("@")[0] == "moe")
+            attention, moe = layer_parts(item, self.model)
+            columns: dict[str, np.ndarray] = {}
+            first, inverse = self._distinct(MOE_FIELDS)
+            found = [self._layer_pieces(moe, attention, self.space.layout(row)) for row in first]
+            for name in found[0]:
+                columns[name] = np.array([f[name] for f in found])[inverse]
+            self.runs = columns
+        return self.runs
+
+    def _layer_pieces(self, moe: str, attention: str, layout) -> dict[str, float]:
+        out: dict[str, float] = {"fits": True}
+        for side, letter in (("f", "F"), ("b", "B")):
+            part = pieces(self.parts.runs(self.parts.get(moe, layout), letter))
+            other = pieces(self.parts.runs(self.parts.get(attention, layout), letter))
+            out["fits"] &= len(part) == 3 and len(other) == 1 and part[2][1] == 0.0 and other[0][1] == 0.0
+            part = (part + [(0.0, 0.0)] * 3)[:3]
+            out |= {f"{side}{i}": part[i][0] for i in range(3)} | {f"{side}c{i}": part[i][1] for i in range(2)}
+            out[side + "a"] = other[0][0] if other else 0.0
+        return out
 
     def _hop(self, rows) -> np.ndarray:
         v = self.value
@@ -246,7 +291,7 @@ def item_names(model) -> tuple[str, ...]:
 
 
 def _numbers(part: Part, name: str) -> dict[str, float]:
-    out = {"dense": part.dense_params, "expert": part.expert_params, "saved": part.saved, "logits": part.saved if part.key.name == "head" else 0.0,
+    out = {"dense": part.dense_params, "expert": part.expert_params, "saved": part.saved, "logits": part.saved if part.key.name in HEADS else 0.0,
            "transient": part.transient, "buffer": part.buffer}
     for what in ("path", "compute", "comm", "host"):
         out |= {f"{what}_{letter}": getattr(part, what)[letter] for letter in LETTERS}

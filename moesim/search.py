@@ -28,14 +28,17 @@ from moesim.space import Space, enumerate_layouts
 from moesim.timeline import Timeline, breakdown
 
 Progress = Callable[[str, int, int], None]
-PATH_BUDGET = 240
-"""Layouts whose longest path is worked out at most."""
 PATHS_A_FAMILY = 4
-"""Layouts of each family (one value of one axis) whose path is worked out in any case."""
-PATH_BATCH = 60
-ENGINE_BUDGET = 24
-"""Layouts played at most."""
-ENGINE_BATCH = 4
+"""Layouts of each family (one value of one axis) whose longest path is worked out in any case."""
+PATH_BUDGET, ENGINE_BUDGET = 900, 200
+"""Layouts whose longest path is worked out, and that are played, at most."""
+PATH_BATCH, ENGINE_BATCH, CHUNK = 96, 16, 8
+"""How many at a time, and in how large pieces workers get them: never by the number of workers, so that what is looked at does not
+depend on the machine."""
+GAP = 0.045
+"""The search ends where no layout unplayed can beat the best by more than this."""
+NUM_SKEWED = 5
+"""Best layouts that are also shown under the stated routing skew."""
 _state: dict[str, Any] = {}
 
 
@@ -129,14 +132,18 @@ def _evaluator(scenario, profile, anchors) -> Evaluator:
 
 
 class _Found:
-    """Rows with a longest path, rows played, by row number of the space (-1: the user's own layout)."""
+    """What is known of the rows of a space: longest paths and steps played, in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, space: Space) -> None:
+        self.space = space
         self.path: dict[int, float] = {}
-        self.played: dict[int, Played] = {}
-        self.gap: float | None = None
+        self.step: dict[int, float] = {}
         self.num_bounded = 0
-        self.space: Space | None = None
+        self.gap: float | None = None
+
+    @property
+    def best(self) -> float:
+        return min(self.step.values(), default=np.inf)
 
 
 class _pool:
@@ -171,12 +178,19 @@ def _paths(layouts: list[Layout]) -> list[float]:
     return [float(s) for s in paths.step_seconds([evaluator.program(layout) for layout in layouts])]
 
 
+def _steps(layouts: list[Layout]) -> list[float]:
+    evaluator = _state["evaluator"]
+    return [engine.run(evaluator.program(layout), spans=False).makespan for layout in layouts]
+
+
 def _played(layout: Layout) -> Played:
     return _state["evaluator"].played(layout)
 
 
-def _candidate(played: Played) -> Candidate:
-    return _state["evaluator"].candidate(played)
+def _candidate(job: tuple[Layout, bool]) -> Candidate:
+    layout, with_skew = job
+    evaluator = _state["evaluator"]
+    return evaluator.candidate(evaluator.played(layout), with_skew=with_skew)
 
 
 def _spans(layout_text: str) -> list[dict[str, Any]]:
@@ -186,32 +200,42 @@ def _spans(layout_text: str) -> list[dict[str, Any]]:
 
 
 def _narrow(space: Space, screened: Screened, fits: np.ndarray, top: int, pool: _pool, tell: Progress) -> _Found:
-    found = _Found()
-    found.space = space
+    """Longest paths in the order of the bound and plays in the order of the path, in turn, until nothing left can beat the best step
+    played by more than GAP, or a budget is used. Every family gets a few paths, so that it is judged by a layout of its own."""
+    found = _Found(space)
     order = np.flatnonzero(fits)[np.argsort(screened.bound_s[fits], kind="stable")]
     found.num_bounded = len(order)
-    _walk_paths(found, space, screened, order, pool, tell)
-    _walk_engine(found, space, top, pool, tell)
+    families = _best_of_families(space, order)
+    found.path.update(_work(space, families, _paths, pool))
+    tell("longest paths", len(found.path), len(families) + PATH_BUDGET)
+    rest = order[~np.isin(order, families)]
+    at = 0
+    while found.path and len(found.step) < ENGINE_BUDGET:
+        limit = found.best / (1.0 + GAP)
+        ready = [row for row in sorted(found.path, key=found.path.get) if row not in found.step]
+        unseen = screened.bound_s[rest[at]] if at < min(len(rest), PATH_BUDGET) else np.inf
+        if ready and (len(found.step) < top or found.path[ready[0]] <= min(limit, unseen)):
+            found.step.update(_work(space, ready[:min(ENGINE_BATCH, ENGINE_BUDGET - len(found.step))], _steps, pool))
+            tell("playing", len(found.step), ENGINE_BUDGET)
+        elif unseen <= limit:
+            rows = rest[at:at + PATH_BATCH]
+            at += len(rows)
+            found.path.update(_work(space, rows, _paths, pool))
+            tell("longest paths", len(found.path), len(families) + PATH_BUDGET)
+        else:
+            break
+    for stage, done in (("longest paths", len(found.path)), ("playing", len(found.step))):
+        tell(stage, done, done)
     found.gap = _gap(found, screened, order)
     return found
 
 
-def _walk_paths(found: _Found, space: Space, screened: Screened, order: np.ndarray, pool: _pool, tell: Progress) -> None:
-    """Longest paths of the best few of every family, so that each is judged by a layout of its own, and then in the order of the
-    bound, until the next bound is above the best paths known."""
-    families = _best_of_families(space, order)
-    budget = min(PATH_BUDGET + len(families), len(order))
-    _path_rows(found, space, families, pool)
-    tell("longest paths", len(found.path), budget)
-    rest = order[~np.isin(order, families)][:max(0, budget - len(families))]
-    batch = 2 * PATH_BATCH  # never the number of workers: what is looked at may not depend on the machine
-    for start in range(0, len(rest), batch):
-        rows = rest[start:start + batch]
-        kept = sorted(found.path.values())[:ENGINE_BUDGET]
-        if len(kept) == ENGINE_BUDGET and screened.bound_s[rows[0]] > kept[-1]:
-            break
-        _path_rows(found, space, rows, pool)
-        tell("longest paths", len(found.path), budget)
+def _work(space: Space, rows, function, pool: _pool) -> dict[int, float]:
+    """row -> seconds, by ``function`` over lists of layouts in the pool."""
+    rows = [int(row) for row in rows]
+    chunks = [rows[start:start + CHUNK] for start in range(0, len(rows), CHUNK)]
+    seconds = pool.map(function, [[space.layout(row) for row in chunk] for chunk in chunks])
+    return {row: value for chunk, values in zip(chunks, seconds) for row, value in zip(chunk, values)}
 
 
 def _best_of_families(space: Space, order: np.ndarray) -> np.ndarray:
@@ -223,40 +247,21 @@ def _best_of_families(space: Space, order: np.ndarray) -> np.ndarray:
     return np.array(list(chosen), dtype=np.int64)
 
 
-def _path_rows(found: _Found, space: Space, rows: np.ndarray, pool: _pool) -> None:
-    chunks = [part for part in np.array_split(rows, max(1, pool.workers)) if len(part)]
-    for part, seconds in zip(chunks, pool.map(_paths, [[space.layout(int(r)) for r in part] for part in chunks])):
-        found.path.update(zip(map(int, part), seconds))
-
-
-def _walk_engine(found: _Found, space: Space, top: int, pool: _pool, tell: Progress) -> None:
-    """Plays in the order of the path: enough for the table, and on until no path left is below the best step played."""
-    order = sorted(found.path, key=found.path.get)
-    budget = min(max(ENGINE_BUDGET, top), len(order))
-    batch = ENGINE_BATCH
-    for start in range(0, budget, batch):
-        rows = order[start:min(budget, start + batch)]
-        if len(found.played) >= top and found.path[rows[0]] > min(p.step_s for p in found.played.values()):
-            break
-        found.played.update(zip(rows, pool.map(_played, [space.layout(r) for r in rows])))
-        tell("playing", len(found.played), budget)
-
-
 def _gap(found: _Found, screened: Screened, order: np.ndarray) -> float | None:
-    if not found.played:
+    if not found.step:
         return None
-    best = min(p.step_s for p in found.played.values())
-    unplayed = [found.path.get(int(r), screened.bound_s[r]) for r in order if int(r) not in found.played]
-    return best / min(unplayed) - 1.0 if unplayed else 0.0
+    unplayed = [found.path.get(int(r), screened.bound_s[r]) for r in order if int(r) not in found.step]
+    return found.best / min(unplayed) - 1.0 if unplayed else 0.0
 
 
 def _describe(found: _Found, top: int, pinned: Layout | None, pool: _pool, tell: Progress) -> list[Candidate]:
-    chosen = sorted(found.played.values(), key=lambda p: p.step_s)[:top]
-    if pinned is not None and pinned not in [p.layout for p in chosen]:
-        chosen += pool.map(_played, [pinned])
-    tell("describing", 0, len(chosen))
-    described = pool.map(_candidate, chosen)
-    tell("describing", len(chosen), len(chosen))
+    chosen = [found.space.layout(row) for row in sorted(found.step, key=found.step.get)[:top]]
+    jobs = [(layout, i < NUM_SKEWED) for i, layout in enumerate(chosen)]
+    if pinned is not None and pinned not in chosen:
+        jobs.append((pinned, True))
+    tell("describing", 0, len(jobs))
+    described = pool.map(_candidate, jobs)
+    tell("describing", len(jobs), len(jobs))
     described = [replace(c, pinned=True) if pinned is not None and c.layout == str(pinned) else c for c in described]
     return _mark_ties(sorted(described, key=lambda c: (not c.fits, c.step_s)))
 
@@ -277,7 +282,7 @@ def _mark_ties(ranked: list[Candidate]) -> list[Candidate]:
 def _assemble(scenario, evaluator, space, fits, found, candidates, rejections, spans, measured, started) -> Plan:
     return Plan(
         scenario=_scenario(evaluator), profile=_profile(evaluator), num_layouts=len(space), num_fit=int(fits.sum()), num_bounded=found.num_bounded,
-        num_path=len(found.path), num_played=len(found.played), gap=found.gap, elapsed_s=time.monotonic() - started, candidates=tuple(candidates),
+        num_path=len(found.path), num_played=len(found.step), gap=found.gap, elapsed_s=time.monotonic() - started, candidates=tuple(candidates),
         rejections=tuple(rejections), cost=_cost(scenario), memory_rule=_memory_rule(scenario), warnings=_warnings(scenario, evaluator),
         measured=whynot.compare_measured(evaluator, candidates, measured), timeline=tuple(spans),
     )

@@ -57,12 +57,16 @@ class Timeline:
 
     makespan: float
     num_ranks: int
-    records: Callable[[], Iterable[Span]] = tuple
+    records: Callable[[int | None], Iterable[Span]] = lambda rank=None: ()
+
+    def of_rank(self, rank: int) -> Timeline:
+        """The same step with the spans of one rank only: what a breakdown of that rank needs, without making the others."""
+        return Timeline(self.makespan, self.num_ranks, lambda _=None: self.records(rank))
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """Every span, ordered by (start, rank, stream)."""
-        return tuple(sorted(self.records(), key=lambda span: (span.start, span.rank, span.stream)))
+        return tuple(sorted(self.records(None), key=lambda span: (span.start, span.rank, span.stream)))
 
     @cached_property
     def _lanes(self) -> Mapping[tuple[int, int], list[Span]]:
@@ -93,11 +97,13 @@ class Timeline:
         return [self.lane(rank, stream) for stream in sorted((COMM, DATA, REDUCE), key=lambda stream: STREAMS[stream] != first)]
 
 
-def record_spans(program: Program, records: Iterable[Record]) -> Iterator[Span]:
-    """Spans of a program from an evaluator's records."""
+def record_spans(program: Program, records: Iterable[Record], only: int | None = None) -> Iterator[Span]:
+    """Spans of a program from an evaluator's records, of all ranks or of one."""
     texts = [[str(entry) for entry in order] + [EPILOGUE, "prologue"] for order in program.orders]  # -2 and -1 index the ends
     ends = {AT_PROLOGUE: program.prologue, AT_EPILOGUE: program.epilogue}
     for rank, position, k, start, end, cause, transfer in records:
+        if only is not None and rank != only:
+            continue
         entry = texts[rank][position]
         if k >= 0:
             body = ends[position][rank] if position < 0 else program.bodies[program.body_index[rank][position]]

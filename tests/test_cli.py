@@ -58,7 +58,7 @@ def search(monkeypatch):
     def simulate(scenario, layout_text=None, **options):
         fake.calls.append((scenario, {"layout_text": layout_text, **options}))
         span = Span(rank=0, stream=0, name="attention", kind="attention", start=0.0, end=0.5, entry="0F0")
-        return golden.candidates[0], Timeline(0.5, 1, lambda: [span])
+        return golden.candidates[0], Timeline(0.5, 1, lambda rank=None: [span])
 
     def list_ops(scenario, layout_text=None):
         fake.calls.append((scenario, {"layout_text": layout_text}))
@@ -279,7 +279,7 @@ def test_simulate(scenario, search, tmp_path):
     assert best.items() <= written.items() and written["scenario"]["hash"] == load_scenario(scenario).hash
     event = next(e for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e["ph"] == "X")
     assert (event["name"], event["dur"]) == ("attention", 0.5e6)
-    assert search.calls[0][1] == {"layout_text": None, "profile": None, "want_timeline": True}
+    assert search.calls[0][1] == {"layout_text": None, "profile": None, "anchors": None, "want_timeline": True}
     run("simulate", scenario, "--layout", "dp16 ep4 zero1 mb1 1f1b")
     assert search.calls[1][1]["layout_text"] == "dp16 ep4 zero1 mb1 1f1b" and not search.calls[1][1]["want_timeline"]
 

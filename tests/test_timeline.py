@@ -120,7 +120,7 @@ def test_trace_is_what_perfetto_reads():
 
 def test_an_empty_timeline_is_all_bubble():
     assert breakdown(Timeline(2.0, 1), 0) == {"bubble": 2.0}
-    lone = Timeline(3.0, 1, lambda: [Span(0, COMPUTE, "k", "gemm", 1.0, 2.0, "0F0", cause="host")])
+    lone = Timeline(3.0, 1, lambda rank=None: [Span(0, COMPUTE, "k", "gemm", 1.0, 2.0, "0F0", cause="host")])
     assert breakdown(lone, 0) == {"gemm": 1.0, "host": 1.0, "bubble": 1.0}
 
 
