@@ -46,17 +46,21 @@ def _yaml(value) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
+ROUTINGS = ("{kind: balanced}", "{kind: zipf, zipf_s: 0.5}", "{kind: zipf, zipf_s: 0.8, capacity_factor: 1.25, capacity_scope: rank}", "{kind: dirichlet, dirichlet_alpha: 0.5, capacity_factor: 1.5}")
+
+
 def random_axes(rng, num_values=2, axes=AXES):
     """A search over a few values of every axis; where a schedule needs chunks they may be missing, which is the caller's luck."""
     return {axis: rng.sample(values, min(len(values), rng.randint(1, num_values))) for axis, values in axes.items()}
 
 
-def random_spaces(rng, models=tuple(MODELS), num_values=2):
+def random_spaces(rng, models=tuple(MODELS), num_values=2, axes=AXES):
     """Endless (evaluator, space) of random scenarios that have at least one legal layout."""
     while True:
         model, stack, nodes = rng.choice(models), rng.choice(STACKS), rng.choice((1, 2))
         try:
-            s = scenario(model, num_nodes=nodes, stack=stack, batch=rng.choice((32, 64)), search=random_axes(rng, num_values))
+            s = scenario(model, num_nodes=nodes, stack=stack, batch=rng.choice((32, 64)), search=random_axes(rng, num_values, axes),
+                         sets=[f"workload.routing={rng.choice(ROUTINGS)}"])
             evaluator = Evaluator(s)
             space = enumerate_layouts(s, evaluator.stack.default_layout)
         except ValueError as error:

@@ -12,7 +12,7 @@ from moesim.evaluate import Evaluator
 from moesim.screen import Screen, item_names, structure_of
 from moesim.site import Site
 from moesim.space import enumerate_layouts
-from small_scenarios import random_spaces, scenario
+from small_scenarios import AXES, random_spaces, scenario
 
 CLOSE = 1 + 1e-9
 
@@ -23,10 +23,14 @@ def screened(s, **kw):
     return evaluator, space, Screen(s, evaluator.parts, space).run()
 
 
-def check_rows(seed: int, num_rows: int, rows_each: int = 3) -> np.ndarray:
+PAIRED = {**AXES, "ep": [2, 4, 8], "overlap": ["ep", "ep+shared", "ep+grad+param"], "schedule": ["1f1b", "interleaved", "interleaved_zb"], "num_chunks": [1, 2], "pp": [1, 2, 4], "micro_batch": [1],
+          "graphs": ["none", "full"], "zero": [1, 2, 3], "etp": [1], "dp_replicate": [1]}  # fmt: skip
+
+
+def check_rows(seed: int, num_rows: int, rows_each: int = 3, **kw) -> np.ndarray:
     """Plays random rows of random spaces; [rows] of screened bound over engine."""
     rng, ratios = random.Random(seed), []
-    for evaluator, space in random_spaces(rng):
+    for evaluator, space in random_spaces(rng, **kw):
         found = Screen(evaluator.scenario, evaluator.parts, space).run()
         for row in rng.sample(range(len(space)), min(rows_each, len(space))):
             layout = space.layout(row)
@@ -46,6 +50,18 @@ def check_rows(seed: int, num_rows: int, rows_each: int = 3) -> np.ndarray:
 
 def test_bound_path_engine_and_memory_of_random_layouts():
     assert np.median(check_rows(3, 60)) >= 0.85
+
+
+def test_bound_path_engine_of_overlapped_pairs():
+    assert np.median(check_rows(21, 40, models=("moe", "mla", "window"), axes=PAIRED)) >= 0.8
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(2))
+def test_bound_path_engine_of_many_overlapped_pairs(seed):
+    ratios = check_rows(300 + seed, 150, models=("moe", "mla", "window"), axes=PAIRED)
+    print(f"pairs: bound / engine over {len(ratios)} layouts: median {np.median(ratios):.3f}, 10% {np.percentile(ratios, 10):.3f}")
+    assert np.median(ratios) >= 0.8
 
 
 @pytest.mark.full
