@@ -21,7 +21,7 @@ from moesim.axes import pipeline
 from moesim.evaluate import Evaluator
 from moesim.layout import Layout, num_microbatches
 from moesim.ops import Group
-from moesim.parts import Part, comm_groups, layer_parts, make_runs
+from moesim.parts import HEADS, Part, comm_groups, layer_parts, make_runs
 from moesim.program import COMM, Body, Program, Task
 from moesim.routing import rank_loads
 from moesim.schedules import Pair, flatten
@@ -167,7 +167,7 @@ class _Player(Build):
         found = {name: self.parts.get(name, self.layout) for name in names}
         if "moe" in names:
             (found["moe"],) = self.parts.at_load(self.layout, [float(self.loads.max())])
-        beside = max(sum(found[p].saved for p in unit) for unit in units) if self.layout.overlaps("ep") else 0.0
+        beside = max(sum(found[p].saved for p in unit if p not in HEADS) for unit in units) if self.layout.overlaps("ep") else 0.0
         return beside + max(p.transient for p in found.values()), max(p.buffer for p in found.values())
 
     def _kept(self, stage: int, microbatch: int) -> float:

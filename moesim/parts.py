@@ -229,7 +229,8 @@ class Parts:
             return load.memory_factor
         sums = rank_loads(*question).mean(axis=1)
         reach = math.sqrt(2.0 * math.log(RUN_MICROBATCHES * places * layout.ep))
-        return min(load.buffer_rows / load.requested_rows, max(load.memory_factor, float(sums.mean() + reach * sums.std())))
+        most = layout.ep if routing.capacity_factor is None else load.buffer_rows / load.requested_rows
+        return min(most, max(load.memory_factor, float(sums.mean() + reach * sums.std())))
 
     def uneven_layers(self, layout) -> int:
         """MoE layers of the pipeline rank that has fewest: fewer layers even out less. 0 where every rank gets the same rows."""
@@ -249,8 +250,10 @@ class Parts:
         load = self.load(layout) if key.name == "moe" else None
         if load is None:
             return 1.0, 1.0
-        room = load.buffer_rows / load.requested_rows
-        return (room * load.requested_rows / load.kept_rows if self.uneven_layers(layout) else 1.0), room
+        if not self.uneven_layers(layout):
+            return 1.0, load.buffer_rows / load.requested_rows
+        room = self._worst_sum(1, layout)
+        return room * load.requested_rows / load.kept_rows, room
 
     def tokens(self, layout) -> int:
         """Tokens one rank brings to a MoE layer in one microbatch."""
