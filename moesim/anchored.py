@@ -20,18 +20,27 @@ class RunSimulator:
     sites: Mapping[str, Site] = field(default_factory=dict)
 
     def __call__(self, run: Run) -> Quick:
-        site = replace(self.sites.get(run.site, NEUTRAL), proxy_dispatcher=run.proxy_dispatcher)
-        scenario = run.scenario()
-        key = repr((run.model, run.cluster, run.workload.model_copy(update={"global_batch_tokens": run.workload.seq_len}), run.stack.name, site))
+        key, evaluator = self._evaluator(run)
         question = (key, run.workload.global_batch_tokens, str(run.layout))
         if question not in _ANSWERS:
-            if key not in _EVALUATORS:
-                while len(_EVALUATORS) >= NUM_KEPT:
-                    _EVALUATORS.pop(next(iter(_EVALUATORS)))
-                _EVALUATORS[key] = Evaluator(scenario, stack=run.stack, site=site)
-            evaluator = _EVALUATORS[key].for_scenario(scenario)
             _ANSWERS[question] = evaluator.quick(evaluator.legal(run.layout))
         return _ANSWERS[question]
+
+    def rate(self, run: Run) -> float:
+        """tokens/s/GPU alone."""
+        _, evaluator = self._evaluator(run)
+        return evaluator.tokens_per_s(evaluator.step_seconds(*evaluator.samples(evaluator.legal(run.layout))))
+
+    def _evaluator(self, run: Run) -> tuple[str, Evaluator]:
+        """What its priced parts depend on, and an evaluator that has them."""
+        site, scenario = replace(self.sites.get(run.site, NEUTRAL), proxy_dispatcher=run.proxy_dispatcher), run.scenario()
+        workload = run.workload.model_copy(update={"global_batch_tokens": run.workload.seq_len})
+        key = repr((run.model, run.cluster, workload, run.stack.name, site))
+        if key not in _EVALUATORS:
+            while len(_EVALUATORS) >= NUM_KEPT:
+                _EVALUATORS.pop(next(iter(_EVALUATORS)))
+            _EVALUATORS[key] = Evaluator(scenario, stack=run.stack, site=site)
+        return key, _EVALUATORS[key].for_scenario(scenario)
 
 
 NUM_KEPT = 16
@@ -43,7 +52,7 @@ _ANSWERS: dict[tuple[str, int, str], Quick] = {}
 def fit_site(runs: Sequence[Run]) -> Site:
     """Constants of one site from its measured runs. Constants that none of the runs exercises stay at 1."""
     def rates(multipliers: Mapping[str, float]) -> list[float]:
-        return [RunSimulator({run.site: Site(multipliers)})(run).tokens_per_s_per_gpu for run in runs]
+        return [RunSimulator({run.site: Site(multipliers)}).rate(run) for run in runs]
 
     found = fit_anchors([run.measured.tokens_per_s_per_gpu for run in runs], rates)
     return Site(found.multipliers, found.learned(PRIORS), tuple(run.id for run in runs), found.after)

@@ -13,7 +13,7 @@ from moesim import engine, memory, paths
 from moesim.assembly import GRAD_BYTES, Assembler
 from moesim.layout import Layout, LayoutError, illegal, num_microbatches, parse_layout
 from moesim.model_error import ModelError, load_model_error
-from moesim.parts import Parts, layer_parts
+from moesim.parts import HEADS, Parts, layer_parts
 from moesim.plan import Candidate, Skewed
 from moesim.profile import load_profile
 from moesim.program import COMM, COMPUTE, Body, Program
@@ -128,7 +128,7 @@ class Evaluator:
             columns["dense"].append(sum(p.dense_params for p in found))
             columns["expert"].append(sum(p.expert_params for p in found))
             columns["saved"].append(sum(p.saved for p in found))
-            columns["logits"].append(sum(p.saved for p in found if p.key.name == "head"))
+            columns["logits"].append(sum(p.saved for p in found if p.key.name in HEADS))
             columns["transient"].append(max(p.transient for p in found))
             columns["buffer"].append(max(p.buffer for p in found))
         return memory.Items(**{name: np.array([values], dtype=float) for name, values in columns.items()})
@@ -171,15 +171,23 @@ class Evaluator:
     def quick(self, layout: Layout) -> Quick:
         """Speed, interval and memory of one layout, without spans, breakdown or skew. A long schedule repeats itself: its step
         is extended along the line through two runs of fewer microbatches."""
-        counts = self._few(layout)
-        programs = [self._with_microbatches(layout, count).program(layout) for count in counts]
-        weights = self._weights(layout, counts)
-        step_s = float(weights @ [engine.run(p, spans=False).makespan for p in programs])
+        weights, programs = self.samples(layout)
+        step_s = self.step_seconds(weights, programs)
         draws = self._draws(NUM_QUICK_DRAWS)
         log = np.log(sum(w * paths.step_draws(p, draws) for w, p in zip(weights, programs)) / (weights @ paths.step_seconds(programs)))
         low, high = self._band(log, step_s, self.provenance(programs[-1]))
         peak = self.peak(layout).total
         return Quick(self.tokens_per_s(step_s), low, high, peak, peak <= self.budget_bytes)
+
+    @staticmethod
+    def step_seconds(weights: np.ndarray, programs: list[Program]) -> float:
+        """Seconds of the step that ``samples`` stand for, in the engine."""
+        return float(weights @ [engine.run(p, spans=False).makespan for p in programs])
+
+    def samples(self, layout: Layout) -> tuple[np.ndarray, list[Program]]:
+        """Programs of few microbatches and what the seconds of each weigh in the seconds of the step."""
+        counts = self._few(layout)
+        return self._weights(layout, counts), [self._with_microbatches(layout, count).program(layout) for count in counts]
 
     def _few(self, layout: Layout) -> tuple[int, ...]:
         """Counts of microbatches to play: the layout's own where that is few, else two that fill its pipeline and its launch queue."""

@@ -28,8 +28,12 @@ class ModelError(BaseModel):
         """Log standard deviation for a prediction with these provenance shares."""
         if anchored:
             return self.anchored
-        far = sum(shares.get(name, 0.0) for name in ("extrapolated", "datasheet", "assumed"))
-        return (self.base**2 + (self.extrapolated * far) ** 2) ** 0.5
+        return (self.base**2 + (self.extrapolated * self.far(shares)) ** 2) ** 0.5
+
+    @staticmethod
+    def far(shares: dict[str, float]) -> float:
+        """Share of seconds that no measurement of this GPU stands behind."""
+        return sum(shares.get(name, 0.0) for name in ("extrapolated", "datasheet", "assumed"))
 
 
 @lru_cache(maxsize=1)

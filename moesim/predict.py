@@ -93,10 +93,15 @@ def _unsupported(name: str, reason: str) -> dict[str, Any]:
 
 def widen(point: float, low: float, high: float, assumed: Iterable[str], pinned: Iterable[str] = ()) -> tuple[float, float]:
     """The 80% band with what was assumed added in quadrature on the log scale; what a named recipe leaves at its default counts half."""
-    half = set(pinned)
-    extra = Z80 * math.sqrt(sum((ASSUMPTION_SIGMA[name] / (2 if name in half else 1)) ** 2 for name in assumed))
+    extra = Z80 * assumption_sigma(assumed, pinned)
     down, up = math.log(point / min(low, point)), math.log(max(high, point) / point)
     return point * math.exp(-math.hypot(down, extra)), point * math.exp(math.hypot(up, extra))
+
+
+def assumption_sigma(assumed: Iterable[str], pinned: Iterable[str] = ()) -> float:
+    """Standard deviation of ln(throughput) from everything assumed."""
+    half = set(pinned)
+    return math.sqrt(sum((ASSUMPTION_SIGMA[name] / (2 if name in half else 1)) ** 2 for name in assumed))
 
 
 def read_rows(path: str | Path) -> list[dict[str, str]]:

@@ -1,0 +1,214 @@
+"""What do published runs say of each software's kernels? (`python -m calibration.coverage`: factors by stack, GPU generation, kind)
+
+The rule. ln(measured step / predicted step) of every run is a sum over kinds of kernel: the step's sensitivity to that kind times
+ln of its factor. A factor is that of the GPU generation, times the stack's own, times those of traits (biased experts, an EFA fabric).
+All are fitted together by least squares with Huber weights; PRIORS hold each near one, so that what runs don't identify stays there.
+Runs of one configuration weigh like one. The step is played again with the factors found and the fit repeated. The first four
+folds are fitted; fold 4 is for judging. Stacks of OLMo-core and of this project's trainer have no run here and no factor.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Callable, Iterable, Sequence
+
+import numpy as np
+
+from calibration.folds import MEASUREMENTS, group_hash, read_excluded, read_folds
+from calibration.write import write_text
+from moesim import paths
+from moesim.coverage import FEATURES, GENERATIONS, KINDS, Coverage, features_of, kind_of
+from moesim.evaluate import Evaluator
+from moesim.load import scenarios_dir
+from moesim.parts import Parts
+from moesim.model_error import ModelError
+from moesim.predict import Z80, assumption_sigma, read_rows
+from moesim.profile import load_profile
+from moesim.program import Program
+from moesim.runs import Run, parse_run
+from moesim.site import NEUTRAL
+
+TEST_FOLD = 4
+FIRST_DIGITS = 4
+NOISE = 0.06
+"""Standard deviation of ln(step) that no factor explains: repeats spread by 2.4% across releases, the shape of the model by more."""
+PRIORS = {"gemm_bf16": 0.12, "gemm_fp8": 0.15, "gemm_fp4": 0.2, "grouped_bf16": 0.2, "grouped_fp8": 0.2, "attention": 0.25, "memory": 0.3,
+          "tensor_parallel": 0.4, "dispatch": 0.3, "host": 0.4}
+"""Kind -> standard deviation of ln(factor) before any run: matrix products are measured alone and vary by power and shape; overlap
+of tensor-parallel collectives hides up to 72% of them (https://arxiv.org/abs/2412.14335); launches cost 11 to 18 us
+(https://github.com/NVIDIA/dgxc-benchmarking); fusion of pointwise kernels changes their traffic up to twofold."""
+OWN = 0.7  # a stack's own factor over that of the GPU generation, as a share of the prior
+TRAITS = {"expert_bias": {"grouped_bf16": 0.4, "grouped_fp8": 0.4, "attention": 0.4, "memory": 0.4}, "efa": {"dispatch": 1.0, "host": 1.0}}
+KNOWN = {(stack, "attention"): float(np.log(1.7)) for stack in ("torchtitan", "torchtitan_eager")}
+"""ln(factor) where a stack's kernel is known to be another: PyTorch's scaled_dot_product_attention runs FlashAttention-2 on Hopper,
+which reaches 35% of the peak where the third version reaches 60 to 75% (https://arxiv.org/abs/2407.08608); all these runs are on H100."""
+NO_ERROR = ModelError(base=0.0, extrapolated=0.0, anchored=0.0, num_runs=0, source="none")
+STEP = 0.1  # of ln(factor), for sensitivities
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run: id, group, stack, generation, traits; ln(measured / predicted) seconds; d ln(step) / d ln(factor) by kind; what its
+    interval is made of beside the model's own error: sigma of parameter draws and of assumptions, share of seconds from afar."""
+
+    id: str
+    group: str
+    stack: str
+    generation: str
+    traits: tuple[str, ...]
+    residual: float
+    slope: tuple[float, ...]
+    spread: float = 0.0
+    doubt: float = 0.0
+    far: float = 0.0
+
+
+def point(run: Run, group: str, coverage: Coverage, bands: bool = False) -> Point | None:
+    """The run as these factors predict it, with what its interval is made of if ``bands``; None where the simulator refuses it."""
+    site = replace(NEUTRAL, proxy_dispatcher=run.proxy_dispatcher)
+    profile = load_profile(run.cluster.gpu.profile)
+    parts = Parts(run.model, run.cluster, run.workload, run.stack, profile, site, coverage)
+    evaluator = Evaluator(run.scenario(), profile, run.stack, NO_ERROR, site, parts)
+    try:
+        layout = evaluator.legal(run.layout)
+        weights, programs = evaluator.samples(layout)
+        rate = evaluator.tokens_per_s(evaluator.step_seconds(weights, programs))
+    except ValueError:
+        return None
+    factors = {kind: np.exp(STEP * np.eye(len(KINDS) + 1)[i + 1]) for i, kind in enumerate(KINDS)}
+    seconds = sum(w * paths.step_draws(by_kind(p), factors) for w, p in zip(weights, programs))
+    slope = np.log(seconds[1:] / seconds[0]) / STEP
+    return Point(run.id, group, run.stack.name, GENERATIONS[run.cluster.gpu.name], features_of(run.model, run.cluster),
+                 float(np.log(rate / run.measured.tokens_per_s_per_gpu)), tuple(slope.tolist()), doubt=assumption_sigma(run.assumed, run.pinned),
+                 spread=_spread(evaluator, programs[-1]) if bands else 0.0, far=ModelError.far(evaluator.provenance(programs[-1])))
+
+
+def _spread(evaluator: Evaluator, program: Program) -> float:
+    """Standard deviation of ln(step) over parameter draws."""
+    low, high = evaluator.interval(program, 1.0, {})
+    return float(np.log(high / low) / (2 * Z80))
+
+
+def by_kind(program: Program) -> Program:
+    """The same program with each priced second under the name of its kind of kernel."""
+    kept = ("optimizer", "grad_norm", "param_copy_out", "grad_copy_in", "param_gather", "grad_reduce")
+
+    def renamed(task):
+        terms = tuple((role, (None if role in kept else kind_of(role, term)) or "-", s) for role, term, s in task.terms)
+        return replace(task, terms=terms)
+
+    bodies = lambda many: tuple(tuple(map(renamed, body)) for body in many)  # noqa: E731
+    return replace(program, bodies=bodies(program.bodies), epilogue=bodies(program.epilogue))
+
+
+class Factors:
+    """Columns of the fit: (owner, kind) -> position, where an owner is a generation, a stack, or a trait."""
+
+    def __init__(self, points: Sequence[Point]) -> None:
+        owners = [*sorted({p.generation for p in points}), *sorted({p.stack for p in points})]
+        priors = {(owner, kind): PRIORS[kind] * (1.0 if owner in GENERATIONS.values() else OWN) for owner in owners for kind in KINDS}
+        priors |= {(trait, kind): sigma for trait in FEATURES for kind, sigma in TRAITS[trait].items()}
+        self.names, self.sigma = tuple(priors), np.array(list(priors.values()))
+        self.centre = np.array([KNOWN.get(name, 0.0) for name in self.names])
+        self.at = {name: i for i, name in enumerate(self.names)}
+
+    def rows(self, points: Sequence[Point]) -> np.ndarray:
+        """[points, columns]: slopes of each run's kinds under every owner it has."""
+        out = np.zeros((len(points), len(self.names)))
+        for i, p in enumerate(points):
+            for owner in (p.generation, p.stack, *p.traits):
+                for kind, slope in zip(KINDS, p.slope):
+                    if (owner, kind) in self.at:
+                        out[i, self.at[owner, kind]] = slope
+        return out
+
+    def solve(self, points: Sequence[Point], start: np.ndarray) -> np.ndarray:
+        """ln(factor) of every column, from residuals of a prediction made with ``start``."""
+        matrix, sizes = self.rows(points), Counter(p.group for p in points)
+        target = np.array([p.residual for p in points]) + matrix @ start
+        shared = np.array([1.0 / sizes[p.group] for p in points])
+        theta, weight = start, shared
+        for _ in range(20):
+            normal = (matrix.T * (weight / NOISE**2)) @ matrix + np.diag(1 / self.sigma**2)
+            theta = np.linalg.solve(normal, matrix.T @ (weight / NOISE**2 * target) + self.centre / self.sigma**2)
+            size = np.abs(target - matrix @ theta) / NOISE
+            weight = shared * np.minimum(1.0, 1.5 / np.maximum(size, 1e-9))
+        return theta
+
+    def coverage(self, theta: np.ndarray, points: Sequence[Point]) -> Coverage:
+        """The table of these factors: every stack on every generation; "generic" has only the generation's."""
+        value = lambda owner, kind: float(theta[self.at[owner, kind]]) if (owner, kind) in self.at else 0.0  # noqa: E731
+        factor = lambda *owners: {k: float(f"{np.exp(sum(value(o, k) for o in owners)):.{FIRST_DIGITS}g}") for k in KINDS}  # noqa: E731
+        generations = sorted({p.generation for p in points})
+        stacks = {s: {g: factor(g, s) for g in generations} for s in sorted({p.stack for p in points} | {"generic"})}
+        traits = {t: {k: round(float(np.exp(value(t, k))), FIRST_DIGITS) for k in TRAITS[t]} for t in FEATURES}
+        return Coverage(source="python -m calibration.coverage, from calibration/measurements/published_runs.csv", num_runs=len(points),
+                        stacks=stacks, features=traits)
+
+
+def runs_to_fit(keep: Callable[[int], bool]) -> list[tuple[Run, str]]:
+    """(run, group) of the measured, expressible runs whose fold is kept."""
+    folds, excluded = read_folds(), read_excluded()
+    found = []
+    for row in read_rows(MEASUREMENTS / "published_runs.csv"):
+        if keep(folds[row["id"]]) and row["id"] not in excluded:
+            run = parse_run(row)
+            if isinstance(run, Run) and run.measured.tokens_per_s_per_gpu and run.cluster.gpu.name in GENERATIONS:
+                found.append((run, group_hash(row)))
+    return found
+
+
+def points(runs: Iterable[tuple[Run, str]], coverage: Coverage, bands: bool = False, workers: int = 2) -> list[Point]:
+    """A point for every run; runs that pose one question are played once."""
+    runs = list(runs)
+    question = lambda run: (run.stack.name, run.proxy_dispatcher, str(run.layout), repr((run.model, run.cluster, run.workload)))  # noqa: E731
+    first = {question(run): (run, group) for run, group in reversed(runs)}
+    with ProcessPoolExecutor(workers) as pool:
+        answers = pool.map(point, *zip(*first.values()), [coverage] * len(first), [bands] * len(first), chunksize=4)
+        played = {key: (found, run) for (key, (run, _)), found in zip(first.items(), answers)}
+    return [_as(run, group, *played[question(run)]) for run, group in runs if played[question(run)][0] is not None]
+
+
+def _as(run: Run, group: str, found: Point, of: Run) -> Point:
+    """What was found of one run, for another that poses the same question and measured something else."""
+    residual = found.residual + float(np.log(of.measured.tokens_per_s_per_gpu / run.measured.tokens_per_s_per_gpu))
+    return replace(found, id=run.id, group=group, residual=residual, doubt=assumption_sigma(run.assumed, run.pinned))
+
+
+def fit(runs: Sequence[tuple[Run, str]], passes: int, progress=print) -> tuple[Factors, np.ndarray, list[Point]]:
+    """(columns, ln factors, points as predicted before the last update)."""
+    coverage, theta = Coverage(source="none", num_runs=0), None
+    for number in range(passes):
+        found = points(runs, coverage)
+        factors = Factors(found)
+        theta = factors.solve(found, np.zeros(len(factors.names)) if theta is None else theta)
+        coverage = factors.coverage(theta, found)
+        size = np.abs(np.expm1([p.residual for p in found]))
+        progress(f"pass {number + 1}: {len(found)} runs, before it median |error| of the step {np.median(size):.1%}, mean {size.mean():.1%}")
+    return factors, theta, found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m calibration.coverage", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--passes", type=int, default=3, help="times the runs are played and fitted")
+    parser.add_argument("--write", action="store_true", help="write scenarios/kernel_coverage.yaml")
+    args = parser.parse_args(argv)
+    factors, theta, found = fit(runs_to_fit(lambda fold: fold != TEST_FOLD), args.passes)
+    coverage = factors.coverage(theta, found)
+    for stack, generations in coverage.stacks.items():
+        for generation, kinds in generations.items():
+            print(f"{stack:20s}{generation:17s}" + " ".join(f"{kind} {factor:.2f}" for kind, factor in kinds.items()))
+    print(coverage.features)
+    if args.write:
+        import yaml
+
+        head = "# Written by `python -m calibration.coverage --write` from calibration/measurements; edit those, not this file.\n"
+        write_text(scenarios_dir() / "kernel_coverage.yaml", head + yaml.safe_dump(coverage.model_dump(), sort_keys=False, width=160, default_flow_style=None))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

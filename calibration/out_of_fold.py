@@ -1,0 +1,147 @@
+"""How far off are predictions of runs whose fold, GPU or release no factor has seen? (`python -m calibration.out_of_fold`: by label)
+
+Each split of calibration.folds is fitted without its held rows; their residuals are corrected to those factors along the step's
+sensitivities. Beside each label stands the three-line baseline with its MFU fitted on the same rows. `--write` turns the residuals
+into scenarios/model_error.yaml by the rule of ``model_error``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Sequence
+
+import numpy as np
+
+from calibration import baseline
+from calibration.coverage import TEST_FOLD, Factors, Point, points, runs_to_fit
+from calibration.folds import MEASUREMENTS, splits
+from calibration.metrics import MIN_POINTS, errors
+from calibration.write import write_text
+from moesim.coverage import KINDS, Coverage, load_coverage
+from moesim.load import scenarios_dir
+from moesim.predict import Z80, read_rows
+from moesim.runs import Run
+
+LABELS = ("unseen layout", "unseen GPU", "unseen stack")
+COVERED = 0.8
+
+
+def ln_factors(coverage: Coverage, found: Sequence[Point]) -> np.ndarray:
+    """[points] what the shipped table adds to ln(step) of each point, along its sensitivities."""
+    out = []
+    for p in found:
+        kinds = dict(coverage.stacks.get(p.stack, {}).get(p.generation, {}))
+        for trait in p.traits:
+            for kind, factor in coverage.features.get(trait, {}).items():
+                kinds[kind] = kinds.get(kind, 1.0) * factor
+        out.append(sum(slope * np.log(kinds.get(kind, 1.0)) for slope, kind in zip(p.slope, KINDS)))
+    return np.array(out)
+
+
+def held_out(found: Sequence[Point], coverage: Coverage, rows) -> dict[str, dict[str, float]]:
+    """label -> id -> ln(predicted / measured tokens/s), each by factors fitted without the row's split."""
+    factors = Factors(found)
+    shipped = ln_factors(coverage, found)
+    # Residuals as a neutral table would give them: what solve() takes apart, whatever the shipped factors are.
+    bare = [replace(p, residual=p.residual + s) for p, s in zip(found, shipped)]
+    known = {p.id: i for i, p in enumerate(bare)}
+    matrix = factors.rows(bare)
+    out: dict[str, dict[str, float]] = defaultdict(dict)
+    for split in splits(rows):
+        fit = [bare[known[i]] for i in split.fit if i in known]
+        held = [i for i in split.held if i in known]
+        if not held or not fit:
+            continue
+        theta = factors.solve(fit, np.zeros(len(factors.names)))
+        for name in held:
+            out[split.label][name] = bare[known[name]].residual - float(matrix[known[name]] @ theta)
+    return out
+
+
+def model_error(residuals: dict[str, dict[str, float]], found: Sequence[Point]) -> dict[str, float]:
+    """The least sigmas that put 80% of held-out runs inside their band: ``base`` for layouts whose release and GPU were fitted, with
+    the spread of draws and assumptions beside it; then ``extrapolated`` for runs on a GPU or a release that was not."""
+    by_id = {p.id: p for p in found}
+    known = [(abs(e), by_id[i]) for i, e in residuals["unseen layout"].items()]
+    base = _least(lambda x: [e <= Z80 * np.sqrt(x**2 + p.doubt**2 + p.spread**2) for e, p in known])
+    away = [(abs(e), by_id[i]) for label in LABELS[1:] for i, e in residuals[label].items()]
+    far = _least(lambda x: [e <= Z80 * np.sqrt(base**2 + (x * p.far) ** 2 + p.doubt**2 + p.spread**2) for e, p in away])
+    return {"base": round(base, 3), "extrapolated": round(far, 3)}
+
+
+def _least(inside) -> float:
+    """The smallest of 0, 0.005, ... 1 whose share inside reaches COVERED."""
+    return next((float(x) for x in np.arange(0.0, 1.0, 0.005) if np.mean(inside(x)) >= COVERED), 1.0)
+
+
+def baseline_errors(runs: dict[str, Run], rows) -> dict[str, dict[str, float]]:
+    """label -> id -> ln(three-line baseline / measured), its MFU (one for MoE, one for dense) fitted outside the row's split."""
+    out: dict[str, dict[str, float]] = defaultdict(dict)
+    for split in splits(rows):
+        for moe in (True, False):
+            fit, held = ([runs[i] for i in ids if i in runs and (runs[i].model.num_experts > 0) is moe] for ids in (split.fit, split.held))
+            if fit and held:
+                mfu = baseline.fit(fit)
+                out[split.label] |= {r.id: float(np.log(baseline.predict(r, mfu) / r.measured.tokens_per_s_per_gpu)) for r in held}
+    return out
+
+
+def figures(ln_errors: Sequence[float]) -> dict:
+    return errors(np.exp(np.array(ln_errors, dtype=float)), np.ones(len(ln_errors)))
+
+
+def line(name: str, block: dict) -> str:
+    cells = "".join(f"{100 * block[k]:8.1f}%" for k in ("median", "mean", "p90", "bias")) if block["n"] else ""
+    return f"{name:44s}{block['n']:5d}{cells}" + (" *" if block["n"] < MIN_POINTS else "")
+
+
+def inside(found: dict[str, float], by_id: dict[str, Point], sigmas: dict[str, float]) -> str:
+    """Share of held-out runs inside their 80% band and the band's median relative width."""
+    rows = [(abs(e), by_id[i]) for i, e in found.items()]
+    widths = [Z80 * np.sqrt(sigmas["base"] ** 2 + (sigmas["extrapolated"] * p.far) ** 2 + p.doubt**2 + p.spread**2) for _, p in rows]
+    return f"{100 * np.mean([e <= w for (e, _), w in zip(rows, widths)]):.0f}% inside, width {100 * np.median(2 * np.sinh(widths)):.0f}%" if rows else "-"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m calibration.out_of_fold", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--points", type=Path, help="file to keep the played runs in, or to read them from")
+    parser.add_argument("--write", action="store_true", help="write scenarios/model_error.yaml")
+    args = parser.parse_args(argv)
+    pairs = runs_to_fit(lambda fold: fold != TEST_FOLD)
+    runs = {run.id: run for run, _ in pairs}
+    if args.points and args.points.exists():
+        found = [Point(**{**p, "traits": tuple(p["traits"]), "slope": tuple(p["slope"])}) for p in json.loads(args.points.read_text())]
+    else:
+        found = points(pairs, load_coverage(), bands=True)
+        if args.points:
+            write_text(args.points, json.dumps([asdict(p) for p in found]))
+    by_id = {p.id: p for p in found}
+    rows = [row for row in read_rows(MEASUREMENTS / "published_runs.csv") if row["id"] in by_id]
+    residuals, naive = held_out(found, load_coverage(), rows), baseline_errors({i: runs[i] for i in by_id}, rows)
+    sigmas = model_error(residuals, found)
+    print(f"{'':44s}{'n':>5s}{'median':>9s}{'mean':>9s}{'p90':>9s}{'bias':>9s}")
+    for label in LABELS:
+        for kind in ("moe", "dense"):
+            ids = [i for i in residuals[label] if runs[i].kind == kind]
+            print(line(f"{label}, {kind}", figures([residuals[label][i] for i in ids])) + f"  {inside({i: residuals[label][i] for i in ids}, by_id, sigmas)}")
+            print(line("  baseline (MFU x bubble) on the same rows", figures([naive[label][i] for i in ids if i in naive[label]])))
+    print(line("in sample, all", figures([p.residual for p in found])))
+    print(f"model error: {sigmas}")
+    if args.write:
+        write_text(scenarios_dir() / "model_error.yaml", model_error_yaml(sigmas, residuals))
+    return 0
+
+
+def model_error_yaml(sigmas: dict[str, float], residuals) -> str:
+    num_runs = len({i for found in residuals.values() for i in found})
+    return ("# Written by `python -m calibration.out_of_fold --write` from published runs held out by fold, GPU and release.\n"
+            f"base: {sigmas['base']}\nextrapolated: {sigmas['extrapolated']}\nanchored: {sigmas.get('anchored', 0.05)}\nnum_runs: {num_runs}\n"
+            "source: python -m calibration.out_of_fold\n")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

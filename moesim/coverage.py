@@ -1,0 +1,68 @@
+"""How far are one software's kernels from those the profile measured? (Stack x GPU generation x kind of kernel -> factor on seconds.)
+
+A profile holds what a GPU's kernels cost in one benchmark; a framework brings its own attention, casts, fusions and overlap of
+tensor-parallel collectives. The table is data (scenarios/kernel_coverage.yaml), written by ``python -m calibration.coverage`` from
+published runs by a stated rule. A stack without runs has no entry: its kernels are the profile's.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Mapping
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from moesim.load import read_yaml, scenarios_dir
+
+GENERATIONS = {"a100": "ampere", "h100": "hopper", "h200": "hopper", "h800": "hopper", "b200": "blackwell", "b300": "blackwell",
+               "gb200": "grace_blackwell", "gb300": "grace_blackwell"}
+KINDS = ("gemm_bf16", "gemm_fp8", "gemm_fp4", "grouped_bf16", "grouped_fp8", "attention", "memory", "tensor_parallel", "dispatch", "host")
+FEATURES = ("expert_bias", "efa")
+"""Traits that change kernels or hosts whatever the stack: biased experts (with sinks and narrow heads: GPT-OSS), an EFA fabric."""
+PRECISIONS = {"bf16": "bf16", "fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
+
+
+class Coverage(BaseModel):
+    """stacks: name -> generation -> kind -> factor on seconds; features: trait -> kind -> factor, on top. num_runs: behind them."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+    source: str
+    num_runs: int = Field(ge=0)
+    stacks: dict[str, dict[str, dict[str, float]]] = {}
+    features: dict[str, dict[str, float]] = {}
+
+    def factors(self, stack: str, gpu: str, features: tuple[str, ...] = ()) -> dict[str, float]:
+        """Kind -> factor on seconds; what is not there is 1."""
+        if stack not in self.stacks:
+            return {}
+        found = dict(self.stacks[stack].get(GENERATIONS.get(gpu, ""), {}))
+        for name in features:
+            for kind, factor in self.features.get(name, {}).items():
+                found[kind] = found.get(kind, 1.0) * factor
+        return found
+
+
+def features_of(model, cluster) -> tuple[str, ...]:
+    """The FEATURES a model and a cluster have."""
+    efa = any(tier.transport == "efa" for tier in cluster.tiers)
+    return tuple(name for name, present in (("expert_bias", bool(model.expert_bias)), ("efa", efa)) if present)
+
+
+def kind_of(role: str, term: str) -> str | None:
+    """Kind of a kernel by its role and the profile term that prices it; None for what no software changes here (the data-parallel
+    collectives and the end of the step)."""
+    name, _, rest = term.partition(".")
+    width = PRECISIONS.get(rest.rsplit(".", 1)[-1], "bf16")
+    if role in ("expert_up", "expert_down") or name == "grouped_gemm":
+        return "grouped_bf16" if width == "bf16" else "grouped_fp8"
+    if role.startswith(("tp_", "etp_")):
+        return "tensor_parallel"
+    if role in ("dispatch", "combine", "count_exchange"):
+        return "dispatch"
+    return {"gemm": f"gemm_{width}", "attention": "attention", "memory": "memory"}.get(name)
+
+
+@lru_cache(maxsize=1)
+def load_coverage() -> Coverage:
+    """The shipped table."""
+    return Coverage(**read_yaml(scenarios_dir() / "kernel_coverage.yaml").data)
