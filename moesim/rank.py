@@ -236,6 +236,7 @@ class Rank:
         k = entry.lanes[lane][self.index[lane]]
         if k >= entry.chain and self.may_chain and self._is_quiet(e, k, time):
             self.run_from, self.state[lane], self.begun[lane] = k, _BUSY, time
+            self.rate[lane] = 1.0  # not that of the task before, which something may have slowed
             self.due[lane] = time + (entry.elapsed[-1] - entry.elapsed[k])
             return
         task = entry.body[k]

@@ -9,6 +9,7 @@ import pytest
 from moesim import engine, paths
 from moesim.bounds import step_bound
 from moesim.evaluate import Evaluator
+from moesim.program import STREAMS
 from moesim.screen import Screen, item_names, structure_of
 from moesim.site import Site
 from moesim.space import enumerate_layouts
@@ -50,6 +51,36 @@ def check_rows(seed: int, num_rows: int, rows_each: int = 3, **kw) -> np.ndarray
 
 def test_bound_path_engine_and_memory_of_random_layouts():
     assert np.median(check_rows(3, 60)) >= 0.85
+
+
+def check_spans(evaluator, layout):
+    """One thing at a time on a stream, nothing faster than alone, and no task missing."""
+    program = evaluator.program(layout)
+    timeline = engine.run(program)
+    for rank in range(timeline.num_ranks):
+        for stream in range(len(STREAMS)):
+            lane = timeline.lane(rank, stream)
+            assert all(a.end <= b.start + 1e-12 for a, b in zip(lane, lane[1:])), (str(layout), rank, stream)
+            assert all(x.end - x.start >= x.solo * (1 - 1e-6) - 1e-12 for x in lane), (str(layout), rank, stream)
+    expected = sum(len(program.bodies[k]) for row in program.body_index for k in row) + sum(map(len, program.epilogue))
+    assert sum(not x.name.startswith("send ") for x in timeline.spans) == expected
+    assert paths.step_seconds([program])[0] <= timeline.makespan * CLOSE, str(layout)
+
+
+def test_streams_of_the_engine_run_one_thing_at_a_time():
+    """A chain of kernels played as one event, right behind a kernel that contention had slowed, once ended too early."""
+    evaluator = Evaluator(scenario("mla", num_nodes=2, stack="olmo_core3_ddp", batch=32))
+    check_spans(evaluator, evaluator.legal("pp2 vpp4 dp4 cp2 ep2 etp2 zero3 noreshard mb2 interleaved_zb rc:core_attn syncfree:16 ov:shared grad:bf16 graph:layer"))
+    rng = random.Random(31)
+    for _, (evaluator, space) in zip(range(8), random_spaces(rng, num_values=1)):
+        check_spans(evaluator, space.layout(rng.randrange(len(space))))
+
+
+@pytest.mark.full
+def test_streams_of_the_engine_run_one_thing_at_a_time_on_many_layouts():
+    rng = random.Random(32)
+    for _, (evaluator, space) in zip(range(120), random_spaces(rng, num_values=1)):
+        check_spans(evaluator, space.layout(rng.randrange(len(space))))
 
 
 def test_bound_path_engine_of_overlapped_pairs():
