@@ -1,7 +1,7 @@
 """What do published runs say of each software's kernels? (`python -m calibration.coverage`: factors by stack, GPU generation, kind)
 
 The rule. ln(measured step / predicted step) of every run is a sum over kinds of kernel: the step's sensitivity to that kind times
-ln of its factor. A factor is that of the GPU generation, times the stack's own, times those of traits (biased experts, an EFA fabric).
+ln of its factor. A factor is that of the GPU generation, times the stack's own, times those of traits (biased experts, an EFA fabric, proxies).
 All are fitted together by least squares with Huber weights; PRIORS hold each near one, so that what runs don't identify stays there.
 Runs of one configuration weigh like one. The step is played again with the factors found and the fit repeated. The first four
 folds are fitted; fold 4 is for judging. Stacks of OLMo-core and of this project's trainer have no run here and no factor.
@@ -18,7 +18,7 @@ from typing import Callable, Iterable, Sequence
 import numpy as np
 
 from calibration.folds import MEASUREMENTS, group_hash, read_excluded, read_folds
-from calibration.write import write_text
+from calibration.write import table_yaml, write_text
 from moesim import paths
 from moesim.coverage import FEATURES, GENERATIONS, KINDS, Coverage, features_of, kind_of
 from moesim.evaluate import Evaluator
@@ -41,7 +41,8 @@ PRIORS = {"gemm_bf16": 0.12, "gemm_fp8": 0.15, "gemm_fp4": 0.2, "grouped_bf16": 
 of tensor-parallel collectives hides up to 72% of them (https://arxiv.org/abs/2412.14335); launches cost 11 to 18 us
 (https://github.com/NVIDIA/dgxc-benchmarking); fusion of pointwise kernels changes their traffic up to twofold."""
 OWN = 0.7  # a stack's own factor over that of the GPU generation, as a share of the prior
-TRAITS = {"expert_bias": {"grouped_bf16": 0.4, "grouped_fp8": 0.4, "attention": 0.4, "memory": 0.4}, "efa": {"dispatch": 1.0, "host": 1.0}}
+TRAITS = {"expert_bias": {"grouped_bf16": 0.4, "grouped_fp8": 0.4, "attention": 0.4, "memory": 0.4}, "efa": {"dispatch": 1.0, "host": 1.0},
+          "proxy": {"dispatch": 1.0}}
 KNOWN = {(stack, "attention"): float(np.log(1.7)) for stack in ("torchtitan", "torchtitan_eager")}
 """ln(factor) where a stack's kernel is known to be another: PyTorch's scaled_dot_product_attention runs FlashAttention-2 on Hopper,
 which reaches 35% of the peak where the third version reaches 60 to 75% (https://arxiv.org/abs/2407.08608); all these runs are on H100."""
@@ -81,7 +82,7 @@ def point(run: Run, group: str, coverage: Coverage, bands: bool = False) -> Poin
     factors = {kind: np.exp(STEP * np.eye(len(KINDS) + 1)[i + 1]) for i, kind in enumerate(KINDS)}
     seconds = sum(w * paths.step_draws(by_kind(p), factors) for w, p in zip(weights, programs))
     slope = np.log(seconds[1:] / seconds[0]) / STEP
-    return Point(run.id, group, run.stack.name, GENERATIONS[run.cluster.gpu.name], features_of(run.model, run.cluster),
+    return Point(run.id, group, run.stack.name, GENERATIONS[run.cluster.gpu.name], features_of(run.model, run.cluster, run.proxy_dispatcher),
                  float(np.log(rate / run.measured.tokens_per_s_per_gpu)), tuple(slope.tolist()), doubt=assumption_sigma(run.assumed, run.pinned),
                  spread=_spread(evaluator, programs[-1]) if bands else 0.0, far=ModelError.far(evaluator.provenance(programs[-1])))
 
@@ -139,14 +140,20 @@ class Factors:
         return theta
 
     def coverage(self, theta: np.ndarray, points: Sequence[Point]) -> Coverage:
-        """The table of these factors: every stack on every generation; "generic" has only the generation's."""
+        """The table of these factors: every stack on every generation; "generic" is the mean of the stacks with runs there."""
         value = lambda owner, kind: float(theta[self.at[owner, kind]]) if (owner, kind) in self.at else 0.0  # noqa: E731
-        factor = lambda *owners: {k: float(f"{np.exp(sum(value(o, k) for o in owners)):.{FIRST_DIGITS}g}") for k in KINDS}  # noqa: E731
-        generations = sorted({p.generation for p in points})
-        stacks = {s: {g: factor(g, s) for g in generations} for s in sorted({p.stack for p in points} | {"generic"})}
-        traits = {t: {k: round(float(np.exp(value(t, k))), FIRST_DIGITS) for k in TRAITS[t]} for t in FEATURES}
+        pairs = sorted({(p.stack, p.generation) for p in points})
+        names, generations = sorted({s for s, _ in pairs} - {"generic"}), sorted({g for _, g in pairs})
+        factor = lambda stacks, g: {k: _rounded(np.exp(value(g, k) + np.mean([value(s, k) for s in stacks]))) for k in KINDS}  # noqa: E731
+        stacks = {s: {g: factor([s], g) for g in generations} for s in names}
+        stacks["generic"] = {g: factor([s for s, there in pairs if there == g and s != "generic"], g) for g in generations}
+        traits = {t: {k: _rounded(np.exp(value(t, k))) for k in TRAITS[t]} for t in FEATURES}
         return Coverage(source="python -m calibration.coverage, from calibration/measurements/published_runs.csv", num_runs=len(points),
                         stacks=stacks, features=traits)
+
+
+def _rounded(factor: float) -> float:
+    return float(f"{factor:.{FIRST_DIGITS}g}")
 
 
 def runs_to_fit(keep: Callable[[int], bool]) -> list[tuple[Run, str]]:
@@ -203,10 +210,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{stack:20s}{generation:17s}" + " ".join(f"{kind} {factor:.2f}" for kind, factor in kinds.items()))
     print(coverage.features)
     if args.write:
-        import yaml
-
-        head = "# Written by `python -m calibration.coverage --write` from calibration/measurements; edit those, not this file.\n"
-        write_text(scenarios_dir() / "kernel_coverage.yaml", head + yaml.safe_dump(coverage.model_dump(), sort_keys=False, width=160, default_flow_style=None))
+        head = "Written by `python -m calibration.coverage --write` from calibration/measurements; edit those, not this file."
+        write_text(scenarios_dir() / "kernel_coverage.yaml", table_yaml(head, coverage.model_dump()))
     return 0
 
 

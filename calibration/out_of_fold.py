@@ -20,9 +20,10 @@ from calibration import baseline
 from calibration.coverage import TEST_FOLD, Factors, Point, points, runs_to_fit
 from calibration.folds import MEASUREMENTS, splits
 from calibration.metrics import MIN_POINTS, errors
-from calibration.write import write_text
+from calibration.write import table_yaml, write_text
 from moesim.coverage import KINDS, Coverage, load_coverage
 from moesim.load import scenarios_dir
+from moesim.model_error import load_model_error
 from moesim.predict import Z80, read_rows
 from moesim.runs import Run
 
@@ -138,9 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def model_error_yaml(sigmas: dict[str, float], residuals) -> str:
     num_runs = len({i for found in residuals.values() for i in found})
-    return ("# Written by `python -m calibration.out_of_fold --write` from published runs held out by fold, GPU and release.\n"
-            f"base: {sigmas['base']}\nextrapolated: {sigmas['extrapolated']}\nanchored: {sigmas.get('anchored', 0.05)}\nnum_runs: {num_runs}\n"
-            "source: python -m calibration.out_of_fold\n")
+    data = {**sigmas, "anchored": load_model_error().anchored, "num_runs": num_runs, "source": "python -m calibration.out_of_fold"}
+    return table_yaml("Written by `python -m calibration.out_of_fold --write` from published runs held out by fold, GPU and release.", data)
 
 
 if __name__ == "__main__":

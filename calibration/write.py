@@ -25,6 +25,13 @@ def profile_yaml(profile: HardwareProfile) -> str:
     return head + body
 
 
+def table_yaml(head: str, data: dict) -> str:
+    """YAML text of plain data under a comment."""
+    import yaml
+
+    return f"# {head}\n" + yaml.safe_dump(_rounded(data), sort_keys=False, width=160, default_flow_style=None)
+
+
 def _rounded(value):
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")

@@ -17,8 +17,9 @@ from moesim.load import read_yaml, scenarios_dir
 GENERATIONS = {"a100": "ampere", "h100": "hopper", "h200": "hopper", "h800": "hopper", "b200": "blackwell", "b300": "blackwell",
                "gb200": "grace_blackwell", "gb300": "grace_blackwell"}
 KINDS = ("gemm_bf16", "gemm_fp8", "gemm_fp4", "grouped_bf16", "grouped_fp8", "attention", "memory", "tensor_parallel", "dispatch", "host")
-FEATURES = ("expert_bias", "efa")
-"""Traits that change kernels or hosts whatever the stack: biased experts (with sinks and narrow heads: GPT-OSS), an EFA fabric."""
+FEATURES = ("expert_bias", "efa", "proxy")
+"""Traits that change kernels or hosts whatever the stack: biased experts (with sinks and narrow heads: GPT-OSS), an EFA fabric and its
+hosts, a dispatcher that goes through CPU proxies."""
 PRECISIONS = {"bf16": "bf16", "fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
 
 
@@ -42,10 +43,10 @@ class Coverage(BaseModel):
         return found
 
 
-def features_of(model, cluster) -> tuple[str, ...]:
-    """The FEATURES a model and a cluster have."""
+def features_of(model, cluster, proxy: bool = False) -> tuple[str, ...]:
+    """The FEATURES of a model on a cluster; ``proxy``: its dispatcher goes through CPU proxies."""
     efa = any(tier.transport == "efa" for tier in cluster.tiers)
-    return tuple(name for name, present in (("expert_bias", bool(model.expert_bias)), ("efa", efa)) if present)
+    return tuple(name for name, present in (("expert_bias", bool(model.expert_bias)), ("efa", efa), ("proxy", proxy)) if present)
 
 
 def kind_of(role: str, term: str) -> str | None:

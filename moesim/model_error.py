@@ -1,6 +1,6 @@
 """How far off is the model itself, where its parameters are right? (Out-of-fold residuals of published runs, as one sigma a case.)
 
-Written by ``python -m calibration score --write`` into scenarios/model_error.yaml; a prediction's interval combines it with the
+Written by ``python -m calibration.out_of_fold --write`` into scenarios/model_error.yaml; a prediction's interval combines it with the
 spread from parameter draws.
 """
 

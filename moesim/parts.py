@@ -117,7 +117,7 @@ class Parts:
         self.cache: dict[PartKey, Part] = {}
         self.prices: dict[Op, tuple] = {}
         self.tasks: dict[tuple[PartKey, str, bool], tuple[Task, ...]] = {}
-        self.coverage = (coverage or load_coverage()).factors(stack.name, cluster.gpu.name, features_of(model, cluster))
+        self.coverage = (coverage or load_coverage()).factors(stack.name, cluster.gpu.name, features_of(model, cluster, site.proxy_dispatcher))
         self.launch_s = profile.host.launch_s[cluster.gpu.host_cpu] * site.factor("host") * self.coverage.get("host", 1.0)
         self.num_moe = max(1, model.layer_kinds().count("moe")) if model.num_experts else 1
         self.fewest: dict[tuple, int] = {}

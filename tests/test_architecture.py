@@ -31,7 +31,7 @@ ROWS = {
     "2c": "run_fields timeline",
     "3a": "axes costs maxplus memory play runs space transformer",
     "3b": "critical pricing rank",
-    "4a": "model_error plan profile",
+    "4a": "coverage model_error plan profile",
     "4b": "parts",
     "4c": "assembly",
     "5a": "bounds engine paths",
@@ -56,7 +56,7 @@ HOMES = {
     "scipy": {"calibration.fit", "moesim.profile"},
     "typer": {"moesim.cli", "calibration.__main__"},
     "rich": {"moesim.cli", "moesim.report"},
-    "pydantic": {f"moesim.{m}" for m in ("spec", "hardware", "fields", "load", "profile", "stack", "model_error")},
+    "pydantic": {f"moesim.{m}" for m in ("spec", "hardware", "fields", "load", "profile", "stack", "model_error", "coverage")},
     "pint": {"moesim.units"},
 }
 LAZY = {"pint", "plotly", "scipy"}
