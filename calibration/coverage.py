@@ -200,7 +200,7 @@ def fit(runs: Sequence[tuple[Run, str]], passes: int, progress=print) -> tuple[F
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m calibration.coverage", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--passes", type=int, default=3, help="times the runs are played and fitted")
+    parser.add_argument("--passes", type=int, default=2, help="times the runs are played and fitted")
     parser.add_argument("--write", action="store_true", help="write scenarios/kernel_coverage.yaml")
     args = parser.parse_args(argv)
     factors, theta, found = fit(runs_to_fit(lambda fold: fold != TEST_FOLD), args.passes)

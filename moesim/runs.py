@@ -284,8 +284,9 @@ def _pipeline(draft: _Draft, model: ModelSpec, values: dict[str, Any]) -> None:
     if values["pp"] == 1 or values.get("schedule") == "dualpipev":
         return
     stages = run_fields.stages(draft.notes)
-    per_stage, uneven = divmod(model.num_layers, values["pp"])
-    deepest = per_stage if draft.stack.unstated_vpp == "full" and not uneven else 1
+    # One layer a chunk; where layers don't divide, the embedding and the loss may each stand for one.
+    counts = [n // values["pp"] for n in (model.num_layers, model.num_layers + 2) if n % values["pp"] == 0]
+    deepest = counts[0] if draft.stack.unstated_vpp == "full" and counts else 1
     vpp = draft.number("vpp", len(stages) // values["pp"] if stages and len(stages) % values["pp"] == 0 else deepest)
     if "interleaved schedule" in draft.notes and vpp == 1:
         vpp = 2
