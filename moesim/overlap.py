@@ -1,89 +1,106 @@
-"""How long must an overlapped forward and backward take at least? (The alternating order of a pair, as a closed form.)
+"""How long must an overlapped forward and backward take at least? (The pieces of a pair, played on arrays for many layouts at once.)
 
-In a pair the compute runs of the two bodies alternate: f1 b1 f2 b2 ... (a run ends where a collective stands behind it). A run
-waits for the collectives of its own body behind its predecessor, so between f_i and f_{i+1} stand both the collective a_i and the run b_i, and between b_i and b_{i+1} both c_i and
-f_{i+1}. Two chains follow, each a path of the pair and so a lower bound of it:
-
-    sum f + sum max(a_i, b_i) + last b        first f + sum b + sum max(c_i, f_{i+1})
-
-The form below holds for bodies of n MoE layers whose only collectives are dispatch and combine: then both have 2n + 1 runs.
+A piece is a run of compute with the collectives behind it; what its own body computes next waits for those. In a pair the pieces
+of the two bodies alternate on the compute stream (``assembly.interleave``), and their collectives share one stream. Played without
+hosts, gathers and contention this is a path of the pair, so it bounds the pair from below; where nothing else is in the way it is
+the pair.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Callable, Iterable, Sequence
 
 import numpy as np
 
 from moesim.bounds import Durations
 from moesim.critical import PAIR_TIMES
-from moesim.program import COMPUTE, Task
+
+Piece = tuple[np.ndarray, np.ndarray | None]
+"""Seconds of compute and of the collectives behind it, [L] each; None where none is."""
 
 
-def pieces(runs: tuple[Task, ...]) -> list[tuple[float, float]]:
-    """(compute seconds, seconds of the collectives behind) of each run of a part; [] where it begins with a collective."""
+def pieces(work: Iterable[tuple[bool, float]]) -> list[tuple[float, float]]:
+    """(compute seconds, seconds of the collectives behind) of each run; ``work``: (is it compute, seconds) in program order. What
+    begins or ends with a collective begins or ends with an empty run."""
     out: list[list[float]] = []
-    for task in runs:
-        if task.stream != COMPUTE:
+    for compute, seconds in work:
+        if not compute:
             if not out:
-                return []
-            out[-1][1] += task.seconds
+                out.append([0.0, 0.0])
+            out[-1][1] += seconds
         elif not out or out[-1][1]:
-            out.append([task.seconds, 0.0])
+            out.append([seconds, 0.0])
         else:
-            out[-1][0] += task.seconds
+            out[-1][0] += seconds
+    if out and out[-1][1]:
+        out.append([0.0, 0.0])
     return [(compute, comm) for compute, comm in out]
 
 
-@dataclass(frozen=True)
-class Alternation:
-    """Arrays over layouts [L] (and stages [L, V]) of what the chains need. before/between/after: compute of a MoE layer's three
-    runs, forward f and backward b; dispatch/combine: collectives after the first and the second; attention: the layer's other
-    half; lead, tail: compute of a stage outside its MoE layers, in front of the first and behind the last. valid [L, V]: stages the form
-    fits; layers [V]: MoE layers of each stage; compute [L, V]: all compute."""
+def join(parts: Sequence[Sequence[Piece]]) -> list[Piece]:
+    """Pieces of parts that follow each other: compute runs on where no collective stands between."""
+    out: list[Piece] = []
+    for part in parts:
+        for compute, comm in part:
+            if out and out[-1][1] is None:
+                out[-1] = (out[-1][0] + compute, comm)
+            else:
+                out.append((compute, comm))
+    return out
 
-    f: np.ndarray
-    b: np.ndarray
-    f_comm: np.ndarray
-    b_comm: np.ndarray
-    f_attention: np.ndarray
-    b_attention: np.ndarray
-    f_lead: np.ndarray
-    f_tail: np.ndarray
-    b_lead: np.ndarray
-    b_tail: np.ndarray
-    f_compute: np.ndarray
-    b_compute: np.ndarray
-    layers: np.ndarray
-    valid: np.ndarray
 
-    def ways(self, s: int, t: int) -> np.ndarray:
-        """[PAIR_TIMES, L] Lower bounds of each way through forward of stage s beside backward of stage t; -inf where the form does
-        not hold. The forward's first run is the pair's first, the backward's last its last."""
-        n = int(self.layers[s])
-        if n == 0 or n != int(self.layers[t]):
-            return np.full((PAIR_TIMES, len(self.valid)), -np.inf)
-        (p0, _, p2), (q0, q1, q2) = self.f, self.b
-        p1, (dispatch, combine), (first, second) = self.f[1], self.f_comm, self.b_comm
-        f_1, b_1 = self.f_lead[:, s] + self.f_attention + p0, q0 + self.b_tail[:, t]
-        inner_b, inner_f = q2 + self.b_attention + q0, p2 + self.f_attention + p0
-        to_f = self.f_compute[:, s] + np.maximum(dispatch, b_1) + (n - 1) * np.maximum(dispatch, inner_b) + n * np.maximum(combine, q1)
-        from_b = self.b_compute[:, t] + n * np.maximum(first, p1) + (n - 1) * np.maximum(second, inner_f) + np.maximum(second, p2 + self.f_tail[:, s])
-        whole = np.maximum(to_f + q2 + self.b_attention + self.b_lead[:, t], f_1 + from_b)
-        crossing = to_f - f_1 - np.maximum(dispatch, b_1) + b_1
-        found = np.array([whole, whole, from_b, to_f, whole, to_f, whole, crossing, from_b])
-        return np.where(self.valid[:, s] & self.valid[:, t], found, -np.inf)
+def merged_order(num_first: int, num_second: int) -> list[tuple[int, int]]:
+    """(side, piece) in the order of the compute stream: piece i of n stands at i / n, the first body first on ties."""
+    return [(side, i) for _, side, i in sorted((i / n, side, i) for side, n in enumerate((num_first, num_second)) for i in range(n))]
+
+
+def play_pair(first: Sequence[Piece], second: Sequence[Piece]) -> np.ndarray:
+    """[PAIR_TIMES, L] Each way through the pair: stream to stream; inputs 0, 1 to stream; stream to outputs 0, 1; input i to output
+    j. The first body's first piece leads the pair, so its input and the stream are one."""
+    order = merged_order(len(first), len(second))
+    (stream, ends), (late, late_ends) = (_play((first, second), order, gate) for gate in (0, 1))
+    return np.array([stream, stream, late, ends[0], ends[1], ends[0], ends[1], late_ends[0], late_ends[1]])
+
+
+def _play(sides, order, gate: int):
+    """End of the stream and of each side's last compute, with all at rest at 0 (gate 0) or only the second side's input (gate 1)."""
+    num = len(sides[0][0][0])
+    compute = np.zeros(num) if gate == 0 else np.full(num, -np.inf)
+    comm = np.full(num, -np.inf)
+    ready, ends, begun = [compute, compute], [compute, compute], [False, False]
+    for side, i in order:
+        seconds, behind = sides[side][i]
+        start = np.maximum(compute, ready[side])
+        if gate == 1 and side == 1 and not begun[1]:
+            start = np.maximum(start, 0.0)
+        begun[side] = True
+        compute = ends[side] = start + seconds
+        if behind is not None:
+            comm = ready[side] = np.maximum(comm, compute) + behind
+        else:
+            ready[side] = compute
+    return compute, ends
 
 
 @dataclass(frozen=True)
 class PairedDurations(Durations):
-    """Durations whose pairs know that their runs alternate."""
+    """Durations whose pairs are played. ``sequence(letter, stage)``: pieces of one action for the rows given by ``groups``: lists of
+    row numbers whose layouts have the same pieces; rows in no group keep what Durations knows."""
 
-    alternation: Alternation | None = None
+    groups: tuple[np.ndarray, ...] = ()
+    sequence: Callable[[str, int, int], list[Piece]] | None = None
+    contents: tuple = ()
+    known: dict = field(default_factory=dict)
 
     def pair(self, kind) -> np.ndarray:
+        """[PAIR_TIMES, L]; stages of the same contents share one answer."""
         (letter_a, a), (letter_b, b) = kind
         least = super().pair(kind)
-        if self.alternation is None or (letter_a, letter_b) != ("F", "B"):
-            return least
-        return np.maximum(least, self.alternation.ways(a, b))
+        key = (letter_a, self.contents[a], letter_b, self.contents[b])
+        if key not in self.known:
+            played = np.full((PAIR_TIMES, least.shape[1]), -np.inf)
+            for g, rows in enumerate(self.groups):
+                played[:, rows] = play_pair(self.sequence(letter_a, a, g), self.sequence(letter_b, b, g))
+            self.known[key] = played
+        return np.maximum(least, self.known[key])

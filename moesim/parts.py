@@ -400,6 +400,11 @@ def make_runs(part: Part, letter: str, fuse: bool = True) -> tuple[Task, ...]:
     return _runs(_of(part, letter), part.key.hidden_dispatch, fuse)
 
 
+def work_of(part: Part, letter: str) -> list[tuple[bool, float]]:
+    """(does it compute, seconds) of every node of a part for one letter, in program order."""
+    return [(p.node.stream == COMPUTE, p.seconds) for p in _of(part, letter)]
+
+
 def comm_groups(part: Part, letter: str) -> list[Group]:
     """The group of each collective of a part for one letter, in the order of its tasks."""
     return [p.node.op.group for p in _of(part, letter) if p.node.stream == COMM]

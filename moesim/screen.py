@@ -15,10 +15,10 @@ from moesim import memory
 from moesim.assembly import GRAD_BYTES, OPTIMIZER_BYTES, orders_of
 from moesim.axes import pipeline
 from moesim.bounds import Durations, screen_structure
-from moesim.overlap import Alternation, PairedDurations, pieces
+from moesim.overlap import PairedDurations, Piece, join, pieces
 from moesim.layout import stage_layers
 from moesim.ops import Collective, Group, MemoryBound
-from moesim.parts import HEADS, Part, PartKey, Parts, layer_parts
+from moesim.parts import HEADS, Part, PartKey, Parts, layer_parts, work_of
 from moesim.schedules import SCHEDULES
 from moesim.space import Space
 
@@ -44,7 +44,7 @@ class Screen:
         self.scenario, self.parts, self.space, self.model = scenario, parts, space, scenario.model
         self.items = item_names(self.model)
         self.value = {f: space.column(f) for f in space.values if f not in ("overlap", "recompute", "stages")}
-        self.runs: dict[str, np.ndarray] | None = None
+        self.runs: tuple | None = None
         self.combinations: dict[tuple[str, ...], tuple[np.ndarray, np.ndarray]] = {}
         self.rules = {r: np.array([r in names for names, _ in space.values["overlap"]])[space.codes["overlap"]] for r in ("ep", "shared", "grad", "param", "fsdp")}
         self.prefetch = np.array([n for _, n in space.values["overlap"]])[space.codes["overlap"]]
@@ -141,13 +141,15 @@ class Screen:
         rows, inverse = self._distinct(SHARD_FIELDS)
         stack, full = self.parts.stack, self.sharded[rows]
         each = full | (self.value["zero"][rows] == 2)
-        columns: dict[str, list[np.ndarray]] = {"gather": [], "reduce": [], "copy_out": [], "copy_in": []}
+        columns: dict[str, list[np.ndarray]] = {"gather": [], "reduce": [], "copy_out": [], "copy_in": [], "step_reduce": [], "step_gather": []}
         for k in range(len(self.items)):
             dense, expert = table["dense"][rows, k], table["expert"][rows, k]
             moved = np.where(full, dense * (self.dense_shards[rows] > 1) + expert * (self.expert_shards[rows] > 1), 0.0)
             shard = full * (dense * (self.dense_shards[rows] > 1) / self.dense_shards[rows] + expert * (self.expert_shards[rows] > 1) / self.expert_shards[rows])
             columns["gather"].append(self._collectives("all_gather", rows, dense * full, expert * full) + self._kernels("copy", stack.fsdp_cast_bytes * shard))
             columns["reduce"].append(self._collectives("reduce_scatter", rows, dense * each, expert * each) + self._kernels("copy", stack.fsdp_accumulate_bytes * shard))
+            columns["step_reduce"].append(self._collectives("reduce_scatter", rows, dense * ~each, expert * ~each))
+            columns["step_gather"].append(self._collectives("all_gather", rows, dense * ~each, expert * ~each))
             columns["copy_out"].append(self._kernels("copy", stack.fsdp_copy_out_bytes * moved))
             columns["copy_in"].append(self._kernels("copy", stack.fsdp_copy_in_bytes * moved))
         return {name: np.stack(found, axis=1)[inverse] for name, found in columns.items()}
@@ -178,8 +180,9 @@ class Screen:
         """Lower bound of the step: the schedule played on lower bounds of its actions, and what no overlap can hide at its end."""
         pp = structure.num_ranks
         vpp = len(structure.placement) // pp
-        through = screen_structure(lambda m: orders_of(schedule, pp, m, vpp, paired), num_mb, self._durations(rows, structure))
-        return through + self._tail(rows, structure)
+        durations = self._durations(rows, structure)
+        through = screen_structure(lambda m: orders_of(schedule, pp, m, vpp, paired), num_mb, durations)
+        return through + self._tail(rows, structure) + (self._ends(rows, structure, durations) if pp == 1 else 0.0)
 
     def _durations(self, rows, structure: memory.Structure) -> Durations:
         """Seconds [rows, stages] that one action of each letter can't beat, by lane."""
@@ -194,50 +197,54 @@ class Screen:
         data = {"F": gather, "B": gather, "I": gather, "W": none}
         reduced = {"F": none, "B": reduce, "I": none, "W": reduce}
         lanes = {x: np.stack([compute[x], comm[x], data[x], reduced[x], host[x]]) for x in LETTERS}
-        return PairedDurations(path, lanes, self._hop(rows), alternation=self._alternation(rows, structure, compute))
+        return self._paired(rows, structure, Durations(path, lanes, self._hop(rows)))
 
-    def _alternation(self, rows, structure: memory.Structure, compute) -> Alternation | None:
-        """What the bound of an overlapped pair needs, where the model has one kind of MoE layer behind its dense ones."""
-        moe = [k for k, item in enumerate(self.items) if item.partition("@")[0] == "moe"]
-        if len(moe) != 1 or self.model.moe_layer_interval != 1 or self.model.num_mtp_layers:
-            return None
-        values = self._pieces()
-        take = lambda name: values[name][rows]  # noqa: E731
-        head = np.array([item == "head" for item in self.items])
-        front = ~head & (np.arange(len(self.items)) != moe[0])
-        outside = lambda letter, which: self.table[f"compute_{letter}"][rows] @ (structure.contents * which).T  # noqa: E731
-        return Alternation(
-            f=np.stack([take(f"f{i}") for i in range(3)]), b=np.stack([take(f"b{i}") for i in range(3)]),
-            f_comm=np.stack([take("fc0"), take("fc1")]), b_comm=np.stack([take("bc0"), take("bc1")]), f_attention=take("fa"), b_attention=take("ba"),
-            f_lead=outside("F", front), f_tail=outside("F", head), b_lead=outside("B", front), b_tail=outside("B", head),
-            f_compute=compute["F"], b_compute=compute["B"], layers=structure.contents[:, moe[0]],
-            valid=np.broadcast_to((take("fits") & ~self.sharded[rows])[:, None], compute["F"].shape),
-        )
+    def _paired(self, rows, structure: memory.Structure, plain: Durations) -> PairedDurations:
+        """Durations whose pairs are played, for the rows in which every collective holds up its own body."""
+        signature, inverse, tables = self._pieces()
+        codes = np.where(self.rules["shared"][rows], -1, signature[inverse[rows]])
+        groups = tuple(np.flatnonzero(codes == code) for code in np.unique(codes) if code >= 0)
+        stages = pipeline.contents(self.model, self.space.layout(int(rows[0])))
+        units = [[layer_parts(name, self.model) for name, count in stage for _ in range(count)] for stage in stages]
 
-    def _pieces(self) -> dict[str, np.ndarray]:
-        """Runs of one MoE layer for every row: compute f0 f1 f2 (b0 b1 b2), the collectives between, attention, and whether the
-        layer has just these."""
+        def sequence(letter: str, stage: int, group: int) -> list[Piece]:
+            at = inverse[rows[groups[group]]]
+            order = units[stage] if letter == "F" else [unit[::-1] for unit in units[stage][::-1]]
+            cut = {name: [(compute[at], None if comm is None else comm[at]) for compute, comm in tables[name, letter][codes[groups[group][0]]]]
+                   for unit in order for name in unit}
+            return join([cut[name] for unit in order for name in unit])
+
+        return PairedDurations(plain.path, plain.lanes, plain.hop, groups=groups, sequence=sequence, contents=stages)
+
+    def _pieces(self):
+        """(signature [combinations], combination of each row, tables): combinations of one signature cut every part into the same
+        pieces; tables[part, letter][signature] = its pieces over all combinations (zeros outside the signature)."""
         if self.runs is None:
-            item = next(i for i in self.items if i.partition("@")[0] == "moe")
-            attention, moe = layer_parts(item, self.model)
-            columns: dict[str, np.ndarray] = {}
             first, inverse = self._distinct(MOE_FIELDS)
-            found = [self._layer_pieces(moe, attention, self.space.layout(row)) for row in first]
-            for name in found[0]:
-                columns[name] = np.array([f[name] for f in found])[inverse]
-            self.runs = columns
+            names = tuple(dict.fromkeys(part for item in self.items for part in layer_parts(item, self.model)))
+            layouts = [self.space.layout(row) for row in first]
+            known: dict[tuple, list] = {}
+            cut = {}
+            for name in names:
+                keys = [self.parts.key(name, layout) for layout in layouts]
+                for letter in "FBI":
+                    for key in dict.fromkeys(keys):
+                        known[key, letter] = pieces(work_of(self.parts.cache[key], letter))
+                    cut[name, letter] = [known[key, letter] for key in keys]
+            shapes = [tuple(tuple(comm > 0 for _, comm in found[u]) for found in cut.values()) for u in range(len(layouts))]
+            numbers = {shape: i for i, shape in enumerate(dict.fromkeys(shapes))}
+            signature = np.array([numbers[shape] for shape in shapes])
+            tables = {}
+            for key, found in cut.items():
+                tables[key] = []
+                for i in numbers.values():
+                    members = np.flatnonzero(signature == i)
+                    columns = np.zeros((len(found[members[0]]), 2, len(layouts)))
+                    for u in members:
+                        columns[:, :, u] = found[u]
+                    tables[key].append([(compute, comm if comm.any() else None) for compute, comm in columns])
+            self.runs = signature, inverse, tables
         return self.runs
-
-    def _layer_pieces(self, moe: str, attention: str, layout) -> dict[str, float]:
-        out: dict[str, float] = {"fits": True}
-        for side, letter in (("f", "F"), ("b", "B")):
-            part = pieces(self.parts.runs(self.parts.get(moe, layout), letter))
-            other = pieces(self.parts.runs(self.parts.get(attention, layout), letter))
-            out["fits"] &= len(part) == 3 and len(other) == 1 and part[2][1] == 0.0 and other[0][1] == 0.0
-            part = (part + [(0.0, 0.0)] * 3)[:3]
-            out |= {f"{side}{i}": part[i][0] for i in range(3)} | {f"{side}c{i}": part[i][1] for i in range(2)}
-            out[side + "a"] = other[0][0] if other else 0.0
-        return out
 
     def _hop(self, rows) -> np.ndarray:
         v = self.value
@@ -245,6 +252,15 @@ class Screen:
         stride = (v["tp"] * v["cp"] * v["dp"])[rows]
         many = v["pp"][rows] > 1
         return self._priced(np.stack([size * many, stride * many], axis=1), lambda b, s: Collective("send_recv", b, Group(2, int(s))) if b else None)
+
+    def _ends(self, rows, structure: memory.Structure, durations: Durations) -> np.ndarray:
+        """What the first forward can't hide of the gathers under it and the last backward of the reductions, on one pipeline rank."""
+        factor = self.parts.site.factor("end_of_step")
+        gather, reduce = ((self.table[name][rows] @ structure.contents.T)[:, 0] * factor for name in ("step_gather", "step_reduce"))
+        # What the bound counts for one action: its path, or where a lane rules the step, its share of that lane.
+        first, last = (np.maximum(durations.path[x][:, 0], durations.lanes[x][:, :, 0].max(axis=0)) for x in "FB")
+        under_first = np.where(self.rules["param"][rows], np.maximum(0.0, gather - first), 0.0)
+        return under_first + np.where(self.rules["grad"][rows], np.maximum(0.0, reduce - last), 0.0)
 
     def _tail(self, rows, structure: memory.Structure) -> np.ndarray:
         """Seconds after the last backward that nothing hides: gradient norm and optimizer of the lightest rank, and reductions and
