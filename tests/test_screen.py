@@ -50,7 +50,7 @@ def check_rows(seed: int, num_rows: int, rows_each: int = 3, **kw) -> np.ndarray
 
 
 def test_bound_path_engine_and_memory_of_random_layouts():
-    assert np.median(check_rows(3, 60)) >= 0.85
+    assert np.median(check_rows(3, 60, rows_each=5)) >= 0.85
 
 
 def check_spans(evaluator, layout):
@@ -72,7 +72,7 @@ def test_streams_of_the_engine_run_one_thing_at_a_time():
     evaluator = Evaluator(scenario("mla", num_nodes=2, stack="olmo_core3_ddp", batch=32))
     check_spans(evaluator, evaluator.legal("pp2 vpp4 dp4 cp2 ep2 etp2 zero3 noreshard mb2 interleaved_zb rc:core_attn syncfree:16 ov:shared grad:bf16 graph:layer"))
     rng = random.Random(31)
-    for _, (evaluator, space) in zip(range(8), random_spaces(rng, num_values=1)):
+    for _, (evaluator, space) in zip(range(6), random_spaces(rng, num_values=1)):
         check_spans(evaluator, space.layout(rng.randrange(len(space))))
 
 
@@ -84,7 +84,7 @@ def test_streams_of_the_engine_run_one_thing_at_a_time_on_many_layouts():
 
 
 def test_bound_path_engine_of_overlapped_pairs():
-    assert np.median(check_rows(21, 40, models=("moe", "mla", "window"), axes=PAIRED)) >= 0.8
+    assert np.median(check_rows(21, 40, rows_each=5, models=("moe", "mla", "window"), axes=PAIRED)) >= 0.8
 
 
 @pytest.mark.full

@@ -33,7 +33,7 @@ def test_every_mark_names_a_term_that_profiles_have():
 def test_proxies_add_latency_only_where_tokens_leave_the_domain():
     proxy = Site({"proxy": 2.0}, proxy_dispatcher=True)
     assert [proxy.proxy_seconds(d) for d in (1, 2, 4)] == [0.0, pytest.approx(2 * PROXY_SECONDS / 3), pytest.approx(2 * PROXY_SECONDS)]
-    plain, slow = (Evaluator(scenario("moe", num_nodes=2), site=s) for s in (NEUTRAL, proxy))
+    plain, slow = (Evaluator(scenario("moe", num_nodes=2, stack="moetrain"), site=s) for s in (Site({"proxy": 0.0}, proxy_dispatcher=True), proxy))
     for text, extra in (("dp16 ep8 dedup", 0.0), ("dp16 ep16 dedup", 2 * PROXY_SECONDS / 3)):
         a, b = (e.parts.get("moe", e.legal(text)).comm["F"] for e in (plain, slow))
         assert b - a == pytest.approx(2 * extra, rel=1e-9, abs=1e-12)  # dispatch and combine
