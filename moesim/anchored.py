@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Mapping, Sequence
 
+from moesim import paths
 from moesim.anchors import PRIORS, fit_anchors, load_anchors
 from moesim.evaluate import Evaluator, Quick
 from moesim.runs import Run
@@ -26,10 +27,15 @@ class RunSimulator:
             _ANSWERS[question] = evaluator.quick(evaluator.legal(run.layout))
         return _ANSWERS[question]
 
-    def rate(self, run: Run) -> float:
-        """tokens/s/GPU alone."""
+    def rate(self, run: Run, contention: dict[str, float]) -> float:
+        """tokens/s/GPU alone: the longest path, times engine over longest path as ``contention`` holds it by run (added where it does
+        not). A site's factors move it by little, and a fit asks a hundred times."""
         _, evaluator = self._evaluator(run)
-        return evaluator.tokens_per_s(evaluator.step_seconds(*evaluator.samples(evaluator.legal(run.layout))))
+        weights, programs = evaluator.samples(evaluator.legal(run.layout))
+        path_s = float(weights @ paths.step_seconds(programs))
+        if run.id not in contention:
+            contention[run.id] = evaluator.step_seconds(weights, programs) / path_s
+        return evaluator.tokens_per_s(path_s * contention[run.id])
 
     def _evaluator(self, run: Run) -> tuple[str, Evaluator]:
         """What its priced parts depend on, and an evaluator that has them."""
@@ -51,10 +57,13 @@ _ANSWERS: dict[tuple[str, int, str], Quick] = {}
 
 def fit_site(runs: Sequence[Run]) -> Site:
     """Constants of one site from its measured runs. Constants that none of the runs exercises stay at 1."""
-    def rates(multipliers: Mapping[str, float]) -> list[float]:
-        return [RunSimulator({run.site: Site(multipliers)}).rate(run) for run in runs]
+    contention: dict[str, float] = {}
 
-    found = fit_anchors([run.measured.tokens_per_s_per_gpu for run in runs], rates)
+    def rates(multipliers: Mapping[str, float]) -> list[float]:
+        return [RunSimulator({run.site: Site(multipliers)}).rate(run, contention) for run in runs]
+
+    touched = {name: sigma for name, sigma in PRIORS.items() if name != "proxy" or any(run.proxy_dispatcher for run in runs)}
+    found = fit_anchors([run.measured.tokens_per_s_per_gpu for run in runs], rates, touched)
     return Site(found.multipliers, found.learned(PRIORS), tuple(run.id for run in runs), found.after)
 
 
