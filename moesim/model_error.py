@@ -15,12 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field
 class ModelError(BaseModel):
     """Standard deviations of log(predicted / measured) beyond parameter spread. ``base``: layouts whose stack and GPU kind are
     known; ``extrapolated`` is added in quadrature in proportion to the share of extrapolated, datasheet or assumed seconds;
-    ``anchored`` takes the place of both where runs of the site were refitted."""
+    ``anchored`` takes the place of both where runs of the site were refitted. ``assumptions``: factor on the sigma of what a run does
+    not state, where the stack's own factors were fitted under the same assumptions."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
     base: float = Field(ge=0, le=2)
     extrapolated: float = Field(ge=0, le=2)
     anchored: float = Field(ge=0, le=2)
+    assumptions: float = Field(ge=0, le=1, default=1.0)
     num_runs: int = Field(ge=0)
     source: str
 

@@ -15,6 +15,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, Mapping, Protocol
 
+from .coverage import load_coverage
+from .model_error import load_model_error
 from .runs import REQUIRED, Run, Unsupported, parse_run
 
 COLUMNS = ("id", "tokens_per_s_per_gpu", "low", "high", "mem_gb_per_gpu", "status", "reason")
@@ -79,7 +81,7 @@ def predict_row(row: Mapping[str, str], simulate: Simulate) -> dict[str, Any]:
     point = found.tokens_per_s_per_gpu
     if not (math.isfinite(point) and point > 0):
         return _unsupported(run.id, f"the simulator returned {point} tokens/s")
-    low, high = widen(point, found.low, found.high, run.assumed, run.pinned)
+    low, high = widen(point, found.low, found.high, assumption_sigma(run.assumed, run.pinned) * _in_doubt(run))
     notes = [f"assumed {', '.join(run.assumed)}"] if run.assumed else []
     notes += [f"not modelled: {', '.join(run.ignored)}"] if run.ignored else []
     notes += [] if found.fits else ["predicted memory exceeds the GPU"]
@@ -91,15 +93,21 @@ def _unsupported(name: str, reason: str) -> dict[str, Any]:
     return {**dict.fromkeys(COLUMNS), "id": name, "status": "unsupported", "reason": reason}
 
 
-def widen(point: float, low: float, high: float, assumed: Iterable[str], pinned: Iterable[str] = ()) -> tuple[float, float]:
-    """The 80% band with what was assumed added in quadrature on the log scale; what a named recipe leaves at its default counts half."""
-    extra = Z80 * assumption_sigma(assumed, pinned)
+def _in_doubt(run: Run) -> float:
+    """How much of the prior doubt about assumptions is left: a stack whose factors were fitted had them fitted under the same ones."""
+    fitted = run.stack.name in load_coverage().stacks and run.stack.name != "generic"
+    return load_model_error().assumptions if fitted else 1.0
+
+
+def widen(point: float, low: float, high: float, sigma: float) -> tuple[float, float]:
+    """The 80% band with another standard deviation of ln(throughput) added in quadrature."""
+    extra = Z80 * sigma
     down, up = math.log(point / min(low, point)), math.log(max(high, point) / point)
     return point * math.exp(-math.hypot(down, extra)), point * math.exp(math.hypot(up, extra))
 
 
 def assumption_sigma(assumed: Iterable[str], pinned: Iterable[str] = ()) -> float:
-    """Standard deviation of ln(throughput) from everything assumed."""
+    """Standard deviation of ln(throughput) from everything assumed; what a named recipe leaves at its default counts half."""
     half = set(pinned)
     return math.sqrt(sum((ASSUMPTION_SIGMA[name] / (2 if name in half else 1)) ** 2 for name in assumed))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moesim.predict import ASSUMPTION_SIGMA, COLUMNS, Z80, format_csv, predict, predict_row, read_rows, widen, write_predictions
+from moesim.predict import ASSUMPTION_SIGMA, COLUMNS, Z80, assumption_sigma, format_csv, predict, predict_row, read_rows, widen, write_predictions
 from moesim.runs import Run, parse_runs
 
 FILE = Path(__file__).parent.parent / "calibration" / "measurements" / "published_runs.csv"
@@ -84,12 +84,13 @@ def test_a_refusing_simulator_is_a_reason_and_a_broken_one_is_not_hidden():
 
 
 def test_widening_adds_in_quadrature_and_never_narrows():
-    assert widen(100.0, 90.0, 110.0, ()) == pytest.approx((90.0, 110.0))
-    low, high = widen(100.0, 100.0, 100.0, ("vpp", "mbs"))
-    sigma = math.hypot(ASSUMPTION_SIGMA["vpp"], ASSUMPTION_SIGMA["mbs"])
+    assert widen(100.0, 90.0, 110.0, 0.0) == pytest.approx((90.0, 110.0))
+    sigma = assumption_sigma(("vpp", "mbs"))
+    assert sigma == pytest.approx(math.hypot(ASSUMPTION_SIGMA["vpp"], ASSUMPTION_SIGMA["mbs"]))
+    low, high = widen(100.0, 100.0, 100.0, sigma)
     assert math.log(high / 100) == pytest.approx(Z80 * sigma) == pytest.approx(math.log(100 / low))
-    assert widen(100.0, 100.0, 100.0, ("vpp",), ("vpp",))[1] < widen(100.0, 100.0, 100.0, ("vpp",))[1]
-    wide = widen(100.0, 90.0, 110.0, ("recompute",))
+    assert 0 < assumption_sigma(("vpp",), ("vpp",)) < assumption_sigma(("vpp",))
+    wide = widen(100.0, 90.0, 110.0, assumption_sigma(("recompute",)))
     assert wide[0] < 90.0 and wide[1] > 110.0
 
 

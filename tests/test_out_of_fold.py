@@ -1,0 +1,73 @@
+"""Are runs held out judged by factors that never saw them, and do the sigmas hold the share of runs they claim?"""
+
+import csv
+
+import numpy as np
+import pytest
+
+from calibration.coverage import Point
+from calibration.folds import MEASUREMENTS
+from calibration.out_of_fold import LABELS, anchored_sigma, half_width, held_out, ln_factors, model_error
+from moesim.coverage import KINDS, Coverage
+from moesim.model_error import load_model_error
+
+NONE = Coverage(source="none", num_runs=0)
+with (MEASUREMENTS / "published_runs.csv").open() as file:
+    ROWS = [row for row in csv.DictReader(file) if row["gpu_type"] in ("H100", "B200")][:240:2]
+SLOPE = tuple(1.0 if kind == "memory" else 0.0 for kind in KINDS)
+
+
+def points(rng, excess):
+    """One point a row; ``excess`` maps a row to the residual of its memory-bound kernels."""
+    generation = {"H100": "hopper", "B200": "blackwell"}
+    return [Point(r["id"], r["id"], "nemo", generation[r["gpu_type"]], (), excess(r) + 0.03 * rng.standard_normal(), SLOPE, spread=0.02, doubt=0.05, far=0.5)
+            for r in ROWS]
+
+
+def test_a_common_excess_is_explained_from_the_other_runs():
+    found = points(np.random.default_rng(0), lambda row: 0.4)
+    out = held_out(found, NONE, ROWS)
+    errors = [abs(e) for e in out["unseen layout"].values()]
+    assert len(errors) > 50 and np.median(errors) < 0.06
+
+
+def test_noise_of_one_run_never_explains_itself():
+    rng = np.random.default_rng(1)
+    found = points(rng, lambda row: 0.0)
+    odd = found[0].id
+    wild = [p if p.id != odd else Point(p.id, p.group, p.stack, p.generation, p.traits, p.residual + 1.0, p.slope, p.spread, p.doubt, p.far) for p in found]
+    for label, before in held_out(found, NONE, ROWS).items():
+        if odd in before:
+            assert held_out(wild, NONE, ROWS)[label][odd] == pytest.approx(before[odd] + 1.0, abs=1e-9)
+
+
+def test_shipped_factors_cancel():
+    """Points played with a table and corrected for it give the same held-out errors as points played without."""
+    table = Coverage(source="test", num_runs=0, stacks={"nemo": {g: {"memory": 1.5} for g in ("hopper", "blackwell")}})
+    found = points(np.random.default_rng(2), lambda row: 0.3)
+    moved = [Point(p.id, p.group, p.stack, p.generation, p.traits, p.residual - float(np.log(1.5)), p.slope) for p in found]
+    assert ln_factors(table, moved) == pytest.approx([float(np.log(1.5))] * len(moved))
+    a, b = held_out(found, NONE, ROWS), held_out(moved, table, ROWS)
+    for label in a:
+        assert b[label] == pytest.approx(a[label], abs=1e-9)
+
+
+def test_sigmas_hold_what_they_claim_and_more_from_afar():
+    rng = np.random.default_rng(3)
+    found = points(rng, lambda row: 0.0)
+    residuals = {LABELS[0]: {p.id: 0.10 * rng.standard_normal() for p in found}, LABELS[1]: {p.id: 0.25 * rng.standard_normal() for p in found}, LABELS[2]: {}}
+    sigmas = model_error(residuals, found)
+    assert sigmas["base"] == pytest.approx(0.10, abs=0.03) and sigmas["extrapolated"] > 0.2 and sigmas["assumptions"] >= 0.25
+    by_id = {p.id: p for p in found}
+    for label in LABELS[:2]:
+        share = np.mean([abs(e) <= half_width(by_id[i], sigmas) for i, e in residuals[label].items()])
+        assert share >= 0.79
+
+
+def test_without_anchored_predictions_there_is_nothing_to_hold():
+    assert anchored_sigma({}, {}, 0.25)[1] == []
+
+
+def test_the_shipped_model_error_came_from_runs():
+    shipped = load_model_error()
+    assert shipped.num_runs > 500 and 0 < shipped.base < 0.3 and shipped.extrapolated > 0 and shipped.anchored < 0.2
