@@ -7,7 +7,7 @@ grows with distinct parts and structures, not with layouts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Callable, Iterator
+from typing import Callable
 
 import numpy as np
 
@@ -23,6 +23,8 @@ from moesim.schedules import SCHEDULES
 from moesim.space import Space
 
 LETTERS = "FBIW"
+NUM_LISTS = 16
+"""Lists that the structures of a space are dealt to: a few for each worker, so that all end together."""
 PART_FIELDS = ("tp", "cp", "mb", "precision", "recompute", "graphs", "grad")
 SHARD_FIELDS = ("tp", "cp", "dp", "rep", "ep", "etp", "grad", "precision", "sharded", "each")
 MOE_FIELDS = (*PART_FIELDS, "ep", "etp", "dispatcher", "sms", "shared", "layers")
@@ -53,21 +55,38 @@ class Screen:
         self.dense_shards = self.value["dp"] * self.value["cp"] // self.value["rep"]
         self.expert_shards = self.value["dp"] * self.value["cp"] * self.value["tp"] // (self.value["ep"] * self.value["etp"])
 
-    def run(self, progress: Callable[[int, int], None] | None = None) -> Screened:
-        count = len(self.space)
+    def run(self, progress: Callable[[int, int], None] | None = None, spread=None) -> Screened:
+        """Every row. ``spread(lists of structure numbers)`` yields ``screen_structures`` of each list, in order: here one after the
+        other, in a search by its workers, which inherit what ``prepare`` made."""
+        count, done = len(self.space), 0
         peak, heaviest, bound = np.zeros(count), np.zeros(count, dtype=np.int64), np.full(count, np.inf)
-        self.table = self._items()
-        done = 0
-        for rows, structure, paired, schedule, num_mb in self._structures():
-            categories = self.memory(rows, structure)
-            total = memory.total(categories)
-            heaviest[rows] = total.argmax(axis=1)
-            peak[rows] = total.max(axis=1)
-            bound[rows] = self._bound(rows, structure, schedule, num_mb, paired)
-            done += len(rows)
-            if progress:
-                progress(done, count)
+        lists = self.prepare()
+        for part in (spread or (lambda todo: map(self.screen_structures, todo)))(lists):
+            for number, (of_peak, of_heaviest, of_bound) in part:
+                rows = self.groups[number]
+                peak[rows], heaviest[rows], bound[rows] = of_peak, of_heaviest, of_bound
+                done += len(rows)
+                if progress:
+                    progress(done, count)
         return Screened(peak, heaviest, bound)
+
+    def prepare(self) -> list[list[int]]:
+        """Prices every part, groups rows by structure; lists of structure numbers to screen together, the largest structures apart."""
+        self.table = self._items()
+        self._pieces()
+        self.groups = self._groups()
+        order = sorted(range(len(self.groups)), key=lambda g: -len(self.groups[g]))
+        return [order[start::NUM_LISTS] for start in range(min(NUM_LISTS, len(order)))]
+
+    def screen_structures(self, numbers: list[int]) -> list[tuple[int, tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+        """(number, (peak bytes, heaviest rank, bound)) of each structure."""
+        return [(number, self._screen(self.groups[number])) for number in numbers]
+
+    def _screen(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        layout, num_mb = self.space.layout(rows[0]), int(self.space.num_microbatches[rows[0]])
+        structure = structure_of(self.model, layout, num_mb, self.items)
+        total = memory.total(self.memory(rows, structure))
+        return total.max(axis=1), total.argmax(axis=1), self._bound(rows, structure, layout.schedule, num_mb, layout.overlaps("ep"))
 
     def memory(self, rows: np.ndarray, structure: memory.Structure) -> dict[str, np.ndarray]:
         """Category -> bytes [rows, ranks]."""
@@ -80,18 +99,14 @@ class Screen:
         )
         return memory.peak(items, policy, structure, self.scenario.memory.allocator_slack)
 
-    def _structures(self) -> Iterator[tuple[np.ndarray, memory.Structure, bool, str, int]]:
-        """(rows, stages and live microbatches, paired, schedule, microbatches) of every structure present."""
+    def _groups(self) -> list[np.ndarray]:
+        """Rows of every structure present: stages, order, microbatches."""
         s = self.space
         key = np.stack([s.codes["pp"], s.codes["vpp"], s.codes["schedule"], s.codes["stages"], self.rules["ep"].astype(int), s.num_microbatches], axis=1)
         distinct, inverse = np.unique(key, axis=0, return_inverse=True)
         order = np.argsort(inverse.ravel(), kind="stable")
         cuts = np.searchsorted(inverse.ravel()[order], np.arange(len(distinct) + 1))
-        for i in range(len(distinct)):
-            rows = order[cuts[i]:cuts[i + 1]]
-            layout = s.layout(rows[0])
-            num_mb = int(s.num_microbatches[rows[0]])
-            yield rows, structure_of(self.model, layout, num_mb, self.items), layout.overlaps("ep"), layout.schedule, num_mb
+        return [order[cuts[i]:cuts[i + 1]] for i in range(len(distinct))]
 
     def _items(self) -> dict[str, np.ndarray]:
         """[rows, items] arrays of everything a fold over the stages needs."""

@@ -37,6 +37,8 @@ PATH_BATCH, ENGINE_BATCH, CHUNK = 96, 16, 8
 depend on the machine."""
 GAP = 0.045
 """The search ends where no layout unplayed can beat the best by more than this."""
+SMALL_SPACE = 5000
+"""Rows below which screening stays in one process."""
 NUM_SKEWED = 5
 """Best layouts that are also shown under the stated routing skew."""
 _state: dict[str, Any] = {}
@@ -52,9 +54,9 @@ def plan(scenario, *, top: int = 10, profile=None, anchors=None, pin: str | None
     space = enumerate_layouts(scenario, evaluator.stack.default_layout)
     if not len(space):
         return _nothing_legal(scenario, evaluator, space, started)
-    screened = Screen(scenario, evaluator.parts, space).run(lambda done, total: tell("screening", done, total))
-    fits = screened.peak_bytes <= evaluator.budget_bytes
     with _pool(evaluator, workers) as pool:
+        screened = pool.screen(Screen(scenario, evaluator.parts, space), tell)
+        fits = screened.peak_bytes <= evaluator.budget_bytes
         found = _narrow(space, screened, fits, top, pool, tell)
         candidates = _describe(found, top, pinned, pool, tell)
         winner = candidates[0] if candidates and candidates[0].fits else None
@@ -158,19 +160,32 @@ class _pool:
         _state["evaluator"] = self.evaluator
         return self
 
+    def screen(self, screen: Screen, tell: Progress) -> Screened:
+        """All rows, structures dealt to the workers; small spaces are not worth starting them."""
+        _state["screen"] = screen
+        spread = (lambda lists: self._each(_screen, lists)) if len(screen.space) > SMALL_SPACE else None
+        return screen.run(lambda done, total: tell("screening", done, total), spread)
+
     def map(self, function, items: list) -> list:
+        return list(self._each(function, items))
+
+    def _each(self, function, items: list):
         if self.workers < 2 or len(items) < 2 or "fork" not in multiprocessing.get_all_start_methods():
-            return [function(item) for item in items]
+            return map(function, items)
         if self.executor is None:
             # Ctrl-C is the parent's to answer: workers would each print a traceback.
             ignore = (signal.SIGINT, signal.SIG_IGN)
             self.executor = ProcessPoolExecutor(self.workers, mp_context=multiprocessing.get_context("fork"), initializer=signal.signal, initargs=ignore)
-        return list(self.executor.map(function, items))
+        return self.executor.map(function, items)
 
     def __exit__(self, *_) -> None:
         if self.executor is not None:
             self.executor.shutdown(cancel_futures=True)
         _state.clear()
+
+
+def _screen(numbers: list[int]):
+    return _state["screen"].screen_structures(numbers)
 
 
 def _paths(layouts: list[Layout]) -> list[float]:
