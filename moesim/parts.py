@@ -30,7 +30,7 @@ from moesim.site import NEUTRAL, Site
 LAYER_KINDS = ("dense", "moe")
 ROUTED = ("permute", "etp_gather", "expert_up", "moe_act", "expert_down")
 """Nodes whose kept output has a row for each route received."""
-HEADS = ("head", "mtp_head")
+HEADS = ("head", "tied_head", "mtp_head")
 LOAD_MICROBATCHES = 8
 """Microbatches over which skewed routing is averaged: the mean of the maximum settles within a few of them."""
 RUN_MICROBATCHES = 1000
@@ -380,7 +380,8 @@ _BUILD = {
     "moe": lambda m, w, _: transformer.moe(m, w),
     "mtp_projection": lambda m, w, _: transformer.mtp_projection(m, w),
     "head": lambda m, w, _: transformer.head(m, w),
-    "mtp_head": lambda m, w, _: transformer.head(m, w, shared=True),
+    "tied_head": lambda m, w, _: transformer.head(m, w, own=True),
+    "mtp_head": lambda m, w, _: transformer.head(m, w, own=False),
 }
 
 

@@ -318,7 +318,8 @@ def structure_of(model, layout, num_mb: int, items: tuple[str, ...]) -> memory.S
 def item_names(model) -> tuple[str, ...]:
     """Every item that ``pipeline.stage_contents`` can name for this model."""
     whole = pipeline.stage_contents(model, (model.num_layers,))
-    return tuple(dict.fromkeys(name for name, _ in whole[0]))
+    names = tuple(dict.fromkeys(name for name, _ in whole[0]))
+    return (*names, "tied_head") if model.tie_embeddings else names
 
 
 def _numbers(part: Part, name: str) -> dict[str, float]:

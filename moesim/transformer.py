@@ -243,12 +243,13 @@ def _experts(chain: _Chain, model, rows: float, source: str, gate: int, f: int) 
               saved=2.0 * d * kept if work.saves_expert_output else 0.0)
 
 
-def head(model, work: Work, shared: bool = False) -> Block:
-    """Final norm, vocabulary projection, cross entropy. Logits stay bf16 until the loss, which keeps its FP32 gradient. ``shared``:
-    the projection's weights are held elsewhere on the same rank (a multi-token-prediction module reads the main head)."""
+def head(model, work: Work, own: bool | None = None) -> Block:
+    """Final norm, vocabulary projection, cross entropy. Logits stay bf16 until the loss, which keeps its FP32 gradient. ``own``: the
+    projection's weights are held here: None says as the model does, which is not where it is tied to an embedding on the same rank; the head of a
+    multi-token-prediction module reads the main one."""
     chain, d, vocab = _Chain(work), model.hidden_size, model.vocab_size
     _norm(chain, model, "final_norm")
-    weights = 0.0 if model.tie_embeddings or shared else float(d * vocab)
+    weights = float(d * vocab) if (not model.tie_embeddings if own is None else own) else 0.0
     chain.add("head", "head", Gemm(work.tokens, vocab, d, "bf16"), shard="column", params=weights, saved=2.0 * vocab * work.tokens)
     chain.add("loss", "loss", MemoryBound("loss", LOSS_BYTES_PER_LOGIT * vocab * work.tokens, 0.75), shard="inner",
               saved=4.0 * vocab * work.tokens)

@@ -7,7 +7,7 @@ them; here are the checks that need the registries together, and those that run 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from moesim.layout import Layout, parse_layout
 from moesim.load import load_cluster, load_gpu, load_model, parse_scenario, preset_names, scenarios_dir
 from moesim.memory import MOMENT_BYTES
 from moesim.ops import BYTES_PER_ELEMENT, Attention, Collective, Dispatch, Gemm, Group, GroupedGemm, MemoryBound
-from moesim.parts import LAYER_KINDS, Parts, layer_parts
+from moesim.parts import HEADS, LAYER_KINDS, Parts, layer_parts
 from moesim.profile import load_profile
 from moesim.schedules import SCHEDULES
 from moesim.space import AXIS_FIELDS
@@ -218,16 +218,16 @@ def test_a_model_becomes_blocks_with_its_own_totals(name):
         if one not in made:
             base, _, window = one.partition("@")
             build = {"embedding": transformer.embedding, "dense": transformer.dense, "moe": transformer.moe, "head": transformer.head,
-                     "mtp_projection": transformer.mtp_projection}
+                     "tied_head": partial(transformer.head, own=True), "mtp_head": partial(transformer.head, own=False), "mtp_projection": transformer.mtp_projection}
             made[one] = transformer.attention(model, Work(1, 2048), int(window) if window else None) if base == "attention" else build[base](model, Work(1, 2048))
         return made[one]
 
     for counts in ((model.num_layers,), tuple(layout.stage_layers(Layout(pp=min(3, model.num_layers)), model.num_layers))):
         held = [p for stage in pipeline.stage_contents(model, counts) for item, n in stage for _ in range(n) for p in layer_parts(item, model)]
-        # MTP modules share the model's output matrix; the norm before it is their own.
-        again = (held.count("head") - 1) * model.vocab_size * model.hidden_size
+        # A head tied to the embedding is a copy of it on another stage; those of MTP modules read the main one.
+        again = held.count("tied_head") * model.vocab_size * model.hidden_size
         assert sum(sum(part(p).params) for p in held) - again == model.num_params
-        assert {p.partition("@")[0] for p in held} <= {"attention", "embedding", "head", "mtp_projection", *LAYER_KINDS}
+        assert {p.partition("@")[0] for p in held} <= {"attention", "embedding", "mtp_projection", *HEADS, *LAYER_KINDS}
 
 
 TINY = """

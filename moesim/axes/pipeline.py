@@ -24,7 +24,8 @@ def stage_contents(model, counts: tuple[int, ...]) -> tuple[tuple[tuple[str, int
     stages[0].insert(0, ("embedding", 1))
     if model.num_mtp_layers:
         stages[-1].append(("mtp", model.num_mtp_layers))
-    stages[-1].append(("head", 1))
+    # A head tied to the embedding reads its weights where both are on one rank; a pipeline's last stage holds a copy of them.
+    stages[-1].append(("tied_head" if model.tie_embeddings and len(counts) > 1 else "head", 1))
     return tuple(tuple(s) for s in stages)
 
 
