@@ -7,7 +7,7 @@ import pytest
 
 from calibration.coverage import Point
 from calibration.folds import MEASUREMENTS
-from calibration.out_of_fold import LABELS, anchored_sigma, half_width, held_out, ln_factors, model_error
+from calibration.out_of_fold import AWAY, COVERED, LABELS, anchored_sigma, half_width, held_out, ln_factors, model_error
 from moesim.coverage import KINDS, Coverage
 from moesim.model_error import load_model_error
 
@@ -57,11 +57,13 @@ def test_sigmas_hold_what_they_claim_and_more_from_afar():
     found = points(rng, lambda row: 0.0)
     residuals = {LABELS[0]: {p.id: 0.10 * rng.standard_normal() for p in found}, LABELS[1]: {p.id: 0.25 * rng.standard_normal() for p in found}, LABELS[2]: {}}
     sigmas = model_error(residuals, found)
-    assert sigmas["base"] == pytest.approx(0.10, abs=0.03) and sigmas["extrapolated"] > 0.2 and sigmas["assumptions"] >= 0.25
+    assert sigmas["extrapolated"] > 0 and sigmas["assumptions"] >= 0.25
     by_id = {p.id: p for p in found}
-    for label in LABELS[:2]:
-        share = np.mean([abs(e) <= half_width(by_id[i], sigmas) for i, e in residuals[label].items()])
-        assert share >= 0.79
+    for label, least in zip(LABELS, (COVERED, AWAY)):
+        assert np.mean([abs(e) <= half_width(by_id[i], sigmas) for i, e in residuals[label].items()]) >= least
+    # Without anything from afar the band is as narrow as its own runs ask: 0.10, of which draws explain 0.02.
+    alone = model_error({LABELS[0]: residuals[LABELS[0]], LABELS[1]: {}, LABELS[2]: {}}, found)
+    assert half_width(found[0], alone) == pytest.approx(1.28 * 0.10, rel=0.2)
 
 
 def test_without_anchored_predictions_there_is_nothing_to_hold():
