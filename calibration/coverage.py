@@ -41,6 +41,7 @@ PRIORS = {"gemm_bf16": 0.12, "gemm_fp8": 0.15, "gemm_fp4": 0.2, "grouped_bf16": 
 of tensor-parallel collectives hides up to 72% of them (https://arxiv.org/abs/2412.14335); launches cost 11 to 18 us
 (https://github.com/NVIDIA/dgxc-benchmarking); fusion of pointwise kernels changes their traffic up to twofold."""
 OWN = 0.7  # a stack's own factor over that of the GPU generation, as a share of the prior
+INHERITS = {"torchtitan_eager": "torchtitan"}  # the same kernels, launched one by one: for a stack without runs in the fit
 TRAITS = {"expert_bias": {"grouped_bf16": 0.4, "grouped_fp8": 0.4, "attention": 0.4, "memory": 0.4}, "efa": {"dispatch": 1.0, "host": 1.0},
           "proxy": {"dispatch": 1.0}}
 KNOWN = {(stack, "attention"): float(np.log(1.7)) for stack in ("torchtitan", "torchtitan_eager")}
@@ -147,6 +148,7 @@ class Factors:
         factor = lambda stacks, g: {k: _rounded(np.exp(value(g, k) + np.mean([value(s, k) for s in stacks]))) for k in KINDS}  # noqa: E731
         stacks = {s: {g: factor([s], g) for g in generations} for s in names}
         stacks["generic"] = {g: factor([s for s, there in pairs if there == g and s != "generic"], g) for g in generations}
+        stacks |= {child: stacks[parent] for child, parent in INHERITS.items() if parent in stacks and child not in stacks}
         traits = {t: {k: _rounded(np.exp(value(t, k))) for k in TRAITS[t]} for t in FEATURES}
         return Coverage(source="python -m calibration.coverage, from calibration/measurements/published_runs.csv", num_runs=len(points),
                         stacks=stacks, features=traits)
