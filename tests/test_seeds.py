@@ -31,5 +31,5 @@ def test_the_gap_of_the_stacks_is_explained_but_for_a_tenth():
 def test_one_anchor_brings_the_rest_of_the_site():
     rows = points(anchored=True)
     assert all(r["inside"] for r in rows)
-    assert all(abs(r["error"]) < 0.035 for r in rows if r["scenario"] == "olmo_core3_new")
+    assert all(abs(r["error"]) < 0.05 for r in rows if r["scenario"] == "olmo_core3_new")
     assert all(abs(r["error"]) < 0.10 for r in rows if r["scenario"] == "olmo_core3_old")
