@@ -6,7 +6,8 @@ gradient and weight gradient of every op, behind the recomputed nodes. Time, mem
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Iterable, Iterator
 
 from moesim.ops import Op
@@ -38,6 +39,19 @@ class Node:
     host_wait: bool = False
     phase: str = "F"
     """F forward, R recomputed forward, I input gradient, W weight gradient."""
+
+    def but(self, **changes) -> "Node":
+        """The same node with some fields changed: ``dataclasses.replace``, three times faster (a search makes 10^5 of these)."""
+        other = object.__new__(Node)
+        for put, value in zip(_PUT.values(), _GET(self)):
+            put(other, value)
+        for name, value in changes.items():
+            _PUT[name](other, value)
+        return other
+
+
+_PUT = {f.name: getattr(Node, f.name).__set__ for f in fields(Node)}
+_GET = attrgetter(*_PUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +106,7 @@ def backward(block: Block, recompute: frozenset[str] = frozenset(), ratio: float
 
     The gradient of a node's output is complete when the input gradients of all its consumers are.
     """
-    out = [replace(n, key=n.key + ".R", phase="R", host_wait=False, deps=_recompute_deps(n, block, recompute))
+    out = [n.but(key=n.key + ".R", phase="R", host_wait=False, deps=_recompute_deps(n, block, recompute))
            for n in block if recomputed(n, recompute)]
     again = {n.key for n in out}
     consumers: dict[str, list[str]] = {}
@@ -116,7 +130,7 @@ def backward(block: Block, recompute: frozenset[str] = frozenset(), ratio: float
 def _regather(node: Node, block: Block, needs: tuple[str, ...]) -> list[Node]:
     """A tensor-parallel gather whose result was not kept: the weight gradient that reads it needs it once more."""
     gathers = [n for n in block if n.key in node.deps and n.role == "tp_gather"]
-    return [replace(g, key=g.key + f".G.{node.key}", phase="W", deps=needs) for g in gathers if node.params]
+    return [g.but(key=g.key + f".G.{node.key}", phase="W", deps=needs) for g in gathers if node.params]
 
 
 def _recompute_deps(node: Node, block: Block, recompute: frozenset[str]) -> tuple[str, ...]:
@@ -132,7 +146,7 @@ def _adjoint(node: Node, key: str, op: Op, deps: tuple[str, ...], phase: str, ra
 def insert_before(block: Block, key: str, node: Node) -> Block:
     """``node`` placed just before ``key``, which then reads it instead of what ``node`` reads."""
     def rewired(n: Node) -> Node:
-        return replace(n, deps=tuple(dict.fromkeys(node.key if d in node.deps else d for d in n.deps))) if n.key == key else n
+        return n.but(deps=tuple(dict.fromkeys(node.key if d in node.deps else d for d in n.deps))) if n.key == key else n
 
     out: list[Node] = []
     for n in block:
@@ -147,5 +161,5 @@ def insert_after(block: Block, key: str, node: Node) -> Block:
         if n.key == key:
             out += [n, node]
         else:
-            out.append(replace(n, deps=tuple(node.key if d == key else d for d in n.deps)) if key in n.deps else n)
+            out.append(n.but(deps=tuple(node.key if d == key else d for d in n.deps)) if key in n.deps else n)
     return Block(tuple(out))

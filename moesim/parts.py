@@ -278,14 +278,13 @@ class Parts:
     def _host(self, block: Block, key: PartKey) -> Block:
         """Kernel launches and device-to-host waits of this software."""
         launches = self._launches(key) * (self.stack.fp8_launch_ratio if key.precision != "bf16" else 1.0)
-        nodes = [replace(n, launches=launches / len(block), host_wait=False) for n in block]
+        marked: set[str] = set()
         if key.name == "moe":
             waits = self.stack.waits(key.dispatcher, key.ep) if key.graphs != "full" else 0
             order = ("count_exchange", "permute", "dispatch", "router") if key.ep > 1 else ("permute", "router")
-            present = {n.key for n in nodes}
+            present = {n.key for n in block}
             marked = set([k for k in order if k in present][:waits])
-            nodes = [replace(n, host_wait=n.key in marked) for n in nodes]
-        return Block(tuple(nodes))
+        return Block(tuple(n.but(launches=launches / len(block), host_wait=n.key in marked) for n in block))
 
     def _launches(self, key: PartKey) -> float:
         """Launches of a part's forward that no graph holds."""
@@ -319,7 +318,7 @@ class Parts:
             # The GEMM itself is priced with an FP32 accumulating epilogue; its own kernel moves what is beyond that.
             nodes.append(n)
             if extra > 8.0:
-                nodes.append(replace(n, key=n.key + ".add", op=MemoryBound("elementwise", (extra - 8.0) * size, 0.0), deps=(n.key,)))
+                nodes.append(n.but(key=n.key + ".add", op=MemoryBound("elementwise", (extra - 8.0) * size, 0.0), deps=(n.key,)))
         return Block(tuple(nodes))
 
     def _part(self, key: PartKey, forward: Block, adjoint: Block, worst: float = 1.0, room: float = 1.0) -> Part:
@@ -433,7 +432,7 @@ def _weights_before_dispatch(adjoint: Block) -> Block:
     experts, not the weight gradients of the routed ones."""
     keys = {n.key for n in adjoint}
     weights = lambda deps: tuple(w for d in deps if (w := d.removesuffix(".I0") + ".W0") in keys)  # noqa: E731
-    return Block(tuple(replace(n, deps=n.deps + weights(n.deps)) if n.role == "dispatch" else n for n in adjoint))
+    return Block(tuple(n.but(deps=n.deps + weights(n.deps)) if n.role == "dispatch" else n for n in adjoint))
 
 
 def _moved_wait(priced: Priced, hidden_dispatch: bool) -> bool:

@@ -32,10 +32,11 @@ PATHS_A_FAMILY = 4
 """Layouts of each family (one value of one axis) whose longest path is worked out in any case."""
 PATH_BUDGET, ENGINE_BUDGET = 900, 200
 """Layouts whose longest path is worked out, and that are played, at most."""
-PATH_BATCH, ENGINE_BATCH, CHUNK = 96, 16, 8
-"""How many at a time, and in how large pieces workers get them: never by the number of workers, so that what is looked at does not
-depend on the machine."""
-GAP = 0.045
+PATH_BATCH, ENGINE_BATCH = 96, 16
+"""How many at a time: never by the number of workers, so that what is looked at does not depend on the machine."""
+PATH_CHUNK, ENGINE_CHUNK = 8, 4
+"""In how large pieces a worker gets them: paths gain from being worked out together, plays from being spread evenly."""
+GAP = 0.049
 """The search ends where no layout unplayed can beat the best by more than this."""
 SMALL_SPACE = 5000
 """Rows below which screening stays in one process."""
@@ -60,7 +61,13 @@ def plan(scenario, *, top: int = 10, profile=None, anchors=None, pin: str | None
         found = _narrow(space, screened, fits, top, pool, tell)
         candidates = _describe(found, top, pinned, pool, tell)
         winner = candidates[0] if candidates and candidates[0].fits else None
-        rejections = whynot.explain(evaluator, space, screened, fits, found, winner, lambda layouts: pool.map(_played, layouts))
+        known = {c.layout: Played(parse_layout(c.layout), c.step_s, c.breakdown) for c in candidates}
+
+        def play(layouts: list[Layout]) -> list[Played]:
+            known.update((str(p.layout), p) for p in pool.map(_played, [layout for layout in layouts if str(layout) not in known]))
+            return [known[str(layout)] for layout in layouts]
+
+        rejections = whynot.explain(evaluator, space, screened, fits, found, winner, play)
         spans = pool.map(_spans, [c.layout for c in candidates[:1]])
     return _assemble(scenario, evaluator, space, fits, found, candidates, rejections, spans[0] if spans else [], measured, started)
 
@@ -221,7 +228,7 @@ def _narrow(space: Space, screened: Screened, fits: np.ndarray, top: int, pool: 
     order = np.flatnonzero(fits)[np.argsort(screened.bound_s[fits], kind="stable")]
     found.num_bounded = len(order)
     families = _best_of_families(space, order)
-    found.path.update(_work(space, families, _paths, pool))
+    found.path.update(_work(space, families, _paths, PATH_CHUNK, pool))
     tell("longest paths", len(found.path), len(families) + PATH_BUDGET)
     rest = order[~np.isin(order, families)]
     at = 0
@@ -230,12 +237,12 @@ def _narrow(space: Space, screened: Screened, fits: np.ndarray, top: int, pool: 
         ready = [row for row in sorted(found.path, key=found.path.get) if row not in found.step]
         unseen = screened.bound_s[rest[at]] if at < min(len(rest), PATH_BUDGET) else np.inf
         if ready and (len(found.step) < top or found.path[ready[0]] <= min(limit, unseen)):
-            found.step.update(_work(space, ready[:min(ENGINE_BATCH, ENGINE_BUDGET - len(found.step))], _steps, pool))
+            found.step.update(_work(space, ready[:min(ENGINE_BATCH, ENGINE_BUDGET - len(found.step))], _steps, ENGINE_CHUNK, pool))
             tell("playing", len(found.step), ENGINE_BUDGET)
         elif unseen <= limit:
             rows = rest[at:at + PATH_BATCH]
             at += len(rows)
-            found.path.update(_work(space, rows, _paths, pool))
+            found.path.update(_work(space, rows, _paths, PATH_CHUNK, pool))
             tell("longest paths", len(found.path), len(families) + PATH_BUDGET)
         else:
             break
@@ -245,10 +252,10 @@ def _narrow(space: Space, screened: Screened, fits: np.ndarray, top: int, pool: 
     return found
 
 
-def _work(space: Space, rows, function, pool: _pool) -> dict[int, float]:
-    """row -> seconds, by ``function`` over lists of layouts in the pool."""
+def _work(space: Space, rows, function, size: int, pool: _pool) -> dict[int, float]:
+    """row -> seconds, by ``function`` over lists of ``size`` layouts in the pool."""
     rows = [int(row) for row in rows]
-    chunks = [rows[start:start + CHUNK] for start in range(0, len(rows), CHUNK)]
+    chunks = [rows[start:start + size] for start in range(0, len(rows), size)]
     seconds = pool.map(function, [[space.layout(row) for row in chunk] for chunk in chunks])
     return {row: value for chunk, values in zip(chunks, seconds) for row, value in zip(chunk, values)}
 

@@ -31,14 +31,14 @@ def _experts(node: Node, layout) -> Node:
     if node.shard == "rows":
         # Activations of a cut expert: etp times the rows, 1/etp of the width, unless they hold whole hidden vectors.
         wide = node.role == "quantise" and node.key == "quant_experts"
-        return replace(node, op=replace(node.op, moved=node.op.moved * layout.etp)) if wide else node
+        return node.but(op=replace(node.op, moved=node.op.moved * layout.etp)) if wide else node
     if not isinstance(node.op, GroupedGemm):
         return node
     op = node.op
     cut = {"n": op.n // layout.etp} if node.role == "expert_up" else {"k": op.k // layout.etp}
     # An expert's rows come from every rank of the group: ep*etp microbatches over 1/ep of the experts.
     op = replace(op, groups=op.groups // layout.ep, rows=op.rows * layout.etp, max_rows=op.max_rows * layout.ep * layout.etp, **cut)
-    return replace(node, op=op, params=node.params / (layout.ep * layout.etp))
+    return node.but(op=op, params=node.params / (layout.ep * layout.etp))
 
 
 def _expert_tensor(block: Block, layout) -> Block:
@@ -48,7 +48,7 @@ def _expert_tensor(block: Block, layout) -> Block:
     first = next(n.key for n in block if n.key in ("quant_experts", "expert_up"))
     kept = next(n.saved for n in block if n.key == "permute")
     # The gathered rows are what the experts' backward reads: they are kept instead of the rows received.
-    block = Block(tuple(replace(n, saved=0.0) if n.key == "permute" else n for n in block))
+    block = Block(tuple(n.but(saved=0.0) if n.key == "permute" else n for n in block))
     gather = Node("etp_gather", "etp_gather", Collective("all_gather", size, group), (_source(block, first),), COMM, shard="rows",
                   saved=kept * layout.etp)
     scatter = Node("etp_scatter", "etp_scatter", Collective("reduce_scatter", size, group), ("expert_down",), COMM, shard="rows")

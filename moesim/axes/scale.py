@@ -23,7 +23,7 @@ def divide_tokens(node: Node, parts: int) -> Node:
         op = replace(op, q_len=_exact(op.q_len, parts), pairs=op.pairs / parts)
     elif isinstance(op, Collective):
         op = replace(op, bytes=op.bytes / parts)
-    return replace(node, op=op, saved=node.saved / parts)
+    return node.but(op=op, saved=node.saved / parts)
 
 
 def _exact(count: int, parts: int) -> int:

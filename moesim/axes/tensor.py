@@ -43,25 +43,25 @@ def shard(block: Block, layout, model) -> Block:
 
 
 def _column(node: Node, tp: int, model) -> Node:
-    return replace(node, op=replace(node.op, n=node.op.n // tp), params=node.params / tp, saved=node.saved / tp)
+    return node.but(op=replace(node.op, n=node.op.n // tp), params=node.params / tp, saved=node.saved / tp)
 
 
 def _row(node: Node, tp: int, model) -> Node:
-    return replace(node, op=replace(node.op, k=node.op.k // tp), params=node.params / tp, saved=node.saved / tp)
+    return node.but(op=replace(node.op, k=node.op.k // tp), params=node.params / tp, saved=node.saved / tp)
 
 
 def _qkv(node: Node, tp: int, model) -> Node:
     """Query, key and value projection; with fewer key-value heads than ranks every rank keeps a copy of one."""
     heads = model.num_heads // tp + 2 * max(1, model.num_kv_heads // tp)
     share = heads / (model.num_heads + 2 * model.num_kv_heads)
-    return replace(node, op=replace(node.op, n=heads * model.head_dim), params=node.params * share, saved=node.saved * share)
+    return node.but(op=replace(node.op, n=heads * model.head_dim), params=node.params * share, saved=node.saved * share)
 
 
 def _heads(node: Node, tp: int, model) -> Node:
     if isinstance(node.op, Collective):
-        return replace(node, op=replace(node.op, bytes=node.op.bytes / min(tp, model.num_kv_heads)))
+        return node.but(op=replace(node.op, bytes=node.op.bytes / min(tp, model.num_kv_heads)))
     op = replace(node.op, num_heads=node.op.num_heads // tp, num_kv_heads=max(1, node.op.num_kv_heads // tp))
-    return replace(node, op=op, params=node.params / tp, saved=node.saved / tp)
+    return node.but(op=op, params=node.params / tp, saved=node.saved / tp)
 
 
 def _tokens(node: Node, tp: int, model) -> Node:
@@ -69,11 +69,11 @@ def _tokens(node: Node, tp: int, model) -> Node:
 
 
 def _inner(node: Node, tp: int, model) -> Node:
-    return replace(node, op=replace(node.op, moved=node.op.moved / tp), saved=node.saved / tp)
+    return node.but(op=replace(node.op, moved=node.op.moved / tp), saved=node.saved / tp)
 
 
 def _vocab(node: Node, tp: int, model) -> Node:
-    return replace(_tokens(node, tp, model), params=node.params / tp)
+    return _tokens(node, tp, model).but(params=node.params / tp)
 
 
 def _expert(node: Node, tp: int, model) -> Node:
