@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from calibration import compute, constants, network, pointwise, splits, training, validate
+from calibration import compute, network, pointwise, splits, training, validate
 from calibration.clean import MEASUREMENTS, Row, clean, read_csv
 from calibration.models import predict
 

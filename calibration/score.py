@@ -179,7 +179,7 @@ def _repeats(runs: Iterable[Run], by_id: Mapping[str, Mapping[str, str]]) -> dic
 
 def table(found: Mapping[str, Any]) -> str:
     """The figures as aligned text."""
-    lines = [f"support: " + ", ".join(f"{kind} {s['predicted']}/{s['rows']}" for kind, s in found["support"].items()), "",
+    lines = ["support: " + ", ".join(f"{kind} {s['predicted']}/{s['rows']}" for kind, s in found["support"].items()), "",
              f"{'':34s}{'n':>5s}{'median':>8s}{'mean':>8s}{'p90':>8s}{'bias':>8s}{'inside':>8s}{'width':>8s}{'score':>8s}"]
     blocks = [(f"zero-shot, {label}", block) for label, block in found["zero_shot"].items()]
     blocks += [(f"zero-shot, {kind} rows", block) for kind, block in found["zero_shot_by_kind"].items()]

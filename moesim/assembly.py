@@ -25,7 +25,7 @@ from moesim.layout import Layout, num_microbatches
 from moesim.ops import Collective, Group, MemoryBound
 from moesim.parts import Parts, layer_parts
 from moesim.program import COMM, COMPUTE, DATA, REDUCE, Body, CoRun, Program, Task, Transfer
-from moesim.schedules import SCHEDULES, Action, Pair, flatten, local_chunks
+from moesim.schedules import SCHEDULES, Action, Pair, flatten
 
 MAX_BODIES = 4096
 LAUNCH_QUEUE = 1024

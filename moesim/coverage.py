@@ -8,7 +8,6 @@ published runs by a stated rule. A stack without runs has no entry: its kernels 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Mapping
 
 from pydantic import BaseModel, ConfigDict, Field
 

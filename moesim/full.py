@@ -21,7 +21,8 @@ from moesim.axes import pipeline
 from moesim.evaluate import Evaluator
 from moesim.layout import Layout, num_microbatches
 from moesim.ops import Group
-from moesim.parts import HEADS, Part, comm_groups, layer_parts, make_runs
+from moesim.part import Part, comm_groups, make_runs
+from moesim.parts import HEADS, layer_parts
 from moesim.program import COMM, Body, Program, Task
 from moesim.routing import rank_loads
 from moesim.schedules import Pair, flatten

@@ -1,4 +1,4 @@
-"""What does each part of a layer cost on one rank? (Blocks of a layout, priced once each and turned into runs of kernels.)
+"""What does each part of a layer cost on one rank? (Blocks of a layout, built and priced once each, and cached.)
 
 A part's cost depends on few of a layout's choices: its key. A search over a hundred thousand layouts meets a few hundred
 distinct parts, so every part is built, priced (one vectorised call for all new ops) and fused once.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from copy import copy
-from dataclasses import dataclass, replace
-from typing import Iterable, NamedTuple, Sequence
+from dataclasses import replace
+from typing import Iterable, Sequence
 
 import numpy as np
 
@@ -18,10 +18,9 @@ from moesim.axes import pipeline
 from moesim.block import COMM, COMPUTE, Block, Node, backward, recomputed
 from moesim.coverage import Coverage, features_of, load_coverage
 from moesim.coverage import kind_of as coverage_kind
-from moesim.ops import Attention, Collective, Dispatch, Gemm, Group, GroupedGemm, MemoryBound, Op
+from moesim.ops import Dispatch, Gemm, GroupedGemm, MemoryBound, Op
+from moesim.part import Part, PartKey, Priced, make_runs, nodes_of, serial_path
 from moesim.pricing import PROVENANCE
-from moesim.program import COMM as COMM_STREAM
-from moesim.program import COMPUTE as COMPUTE_STREAM
 from moesim.program import Task
 from moesim.routing import expert_load, rank_loads
 from moesim.schedules import SCHEDULES
@@ -38,75 +37,6 @@ RUN_MICROBATCHES = 1000
 tail lies sqrt(2 ln N) deviations above the mean (Cramer 1946, Mathematical Methods of Statistics, 28.6)."""
 BF16_GRAD_ADD = 6.0
 """Bytes a parameter to add a bf16 gradient into a bf16 accumulator: read both, write one."""
-
-
-class PartKey(NamedTuple):
-    """Everything a part's cost depends on."""
-
-    name: str
-    window: int | None
-    tp: int
-    cp: int
-    mb: int
-    precision: str
-    recompute: tuple[str, ...]
-    graphs: str
-    grad: str
-    ep: int = 1
-    etp: int = 1
-    dispatcher: str = "alltoall"
-    sms: int = 0
-    hidden_dispatch: bool = False
-    layers: int = 0
-    """Layers of one pipeline rank over which uneven rows are summed; 0 where routing is even."""
-
-
-@dataclass(frozen=True, slots=True)
-class Priced:
-    """One node with its price."""
-
-    node: Node
-    seconds: float
-    sms: int
-    term: str
-    provenance: str
-    host_s: float
-    uses: tuple[tuple[str, float], ...] = ()
-
-    @property
-    def kind(self) -> str:
-        return kind_of(self.node.op)
-
-
-def kind_of(op: Op) -> str:
-    """Kernel kind, as co-run factors name it."""
-    return _KIND_NAMES[type(op)]
-
-
-_KIND_NAMES = {Gemm: "gemm", GroupedGemm: "grouped_gemm", Attention: "attention", MemoryBound: "memory_bound", Collective: "collective", Dispatch: "dispatch"}
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Priced part of one layer on one rank. ``runs`` = letter -> fused tasks; a task's dep -1 means "the last compute run before
-    this part". Seconds of ``path`` assume a host that is never late."""
-
-    key: PartKey
-    forward: tuple[Priced, ...]
-    backward: tuple[Priced, ...]
-    dense_params: float
-    expert_params: float
-    saved: float
-    transient: float
-    """Bytes that live only while this part runs backward: what recompute rebuilds, and the largest gradient of an output."""
-    buffer: float
-    """Bytes of dispatcher buffers (receive side) while the part runs."""
-    path: dict[str, float]
-    compute: dict[str, float]
-    comm: dict[str, float]
-    host: dict[str, float]
-    routed: float
-    """The part of ``saved`` that follows the rows received."""
 
 
 class Parts:
@@ -335,7 +265,7 @@ class Parts:
         unused = _weight_shapes(forward) if self.stack.weight_grad_placeholders else 0.0
         part = Part(key, f, b, dense, expert, saved, (whole - saved + gradient) * worst + unused, _buffer(forward) * room, {}, {}, {}, {}, routed)
         for letter in "FBIW":
-            nodes = _of(part, letter)
+            nodes = nodes_of(part, letter)
             part.compute[letter] = sum(p.seconds for p in nodes if p.node.stream == COMPUTE)
             part.comm[letter] = sum(p.seconds for p in nodes if p.node.stream == COMM)
             part.host[letter] = sum(p.host_s for p in nodes)
@@ -395,28 +325,6 @@ def layer_parts(name: str, model) -> tuple[str, ...]:
     return (name,)
 
 
-def make_runs(part: Part, letter: str, fuse: bool = True) -> tuple[Task, ...]:
-    """Tasks of one part for one letter, made anew; see ``Part``."""
-    return _runs(_of(part, letter), part.key.hidden_dispatch, fuse)
-
-
-def work_of(part: Part, letter: str) -> list[tuple[bool, float]]:
-    """(does it compute, seconds) of every node of a part for one letter, in program order."""
-    return [(p.node.stream == COMPUTE, p.seconds) for p in _of(part, letter)]
-
-
-def comm_groups(part: Part, letter: str) -> list[Group]:
-    """The group of each collective of a part for one letter, in the order of its tasks."""
-    return [p.node.op.group for p in _of(part, letter) if p.node.stream == COMM]
-
-
-def _of(part: Part, letter: str) -> list[Priced]:
-    if letter == "F":
-        return list(part.forward)
-    phases = {"B": "RIW", "I": "RI", "W": "W"}[letter]
-    return [p for p in part.backward if p.node.phase in phases]
-
-
 def _weight_shapes(block: Block) -> float:
     """Bytes of one bf16 tensor for each weight's shape; experts share one."""
     return sum(2.0 * n.op.n * n.op.k for n in block if n.params and isinstance(n.op, (Gemm, GroupedGemm)))
@@ -435,89 +343,3 @@ def _weights_before_dispatch(adjoint: Block) -> Block:
     return Block(tuple(n.but(deps=n.deps + weights(n.deps)) if n.role == "dispatch" else n for n in adjoint))
 
 
-def _moved_wait(priced: Priced, hidden_dispatch: bool) -> bool:
-    """Does an overlap rule let the compute stream go on beside this collective? ("shared" moves the wait of a dispatch, or of
-    the combine that is its adjoint, from the shared experts to the node that reads it.)"""
-    return hidden_dispatch and priced.node.role in ("dispatch",)
-
-
-def serial_path(nodes: list[Priced], hidden_dispatch: bool) -> float:
-    """Longest path through a part when the host is never late: one compute and one communication stream in program order."""
-    ends: dict[str, float] = {}
-    compute = comm = 0.0
-    for p in nodes:
-        moved = _moved_wait(p, hidden_dispatch)
-        read = [ends[d] for d in p.node.deps if d in ends]
-        if p.node.stream == COMPUTE:
-            compute = ends[p.node.key] = max([compute, *read]) + p.seconds
-        else:
-            comm = ends[p.node.key] = max(comm, *(read if moved and read else [compute])) + p.seconds
-            compute = compute if moved else max(compute, comm)
-    return max(compute, comm)
-
-
-def _runs(nodes: list[Priced], hidden_dispatch: bool, fuse: bool) -> tuple[Task, ...]:
-    """Fuse program order into runs. A collective waits for all computed before it and the next computation for the collective,
-    unless a rule moves that wait: then only data decides. A run ends where a collective or the host waits for its result."""
-    names = {p.node.key for p in nodes}
-    cut_after = {d for p in nodes if _moved_wait(p, hidden_dispatch) for d in p.node.deps if d in names}
-    tasks: list[Task] = []
-    index: dict[str, int] = {}
-    run: list[Priced] = []
-    waits: tuple[int, ...] = ()
-    pending: list[int] = []
-    last_compute = -1
-
-    def flush() -> None:
-        nonlocal run, waits, last_compute
-        if run:
-            last_compute = len(tasks)
-            for p in run:
-                index[p.node.key] = last_compute
-            tasks.append(_task(run, COMPUTE_STREAM, waits))
-            run, waits = [], ()
-
-    comm_index = {}
-    for p in nodes:
-        if p.node.stream == COMPUTE:
-            needs = tuple(dict.fromkeys([*pending, *(comm_index[d] for d in p.node.deps if d in comm_index)]))
-            pending = []
-            if needs or not fuse:
-                flush()
-                waits = needs
-            run.append(p)
-            if p.node.key in cut_after or p.node.host_wait:
-                flush()
-            continue
-        flush()
-        moved = _moved_wait(p, hidden_dispatch)
-        deps = tuple(dict.fromkeys(index[d] for d in p.node.deps if d in index)) if moved else (last_compute,)
-        deps = deps or (last_compute,)
-        at = len(tasks)
-        index[p.node.key] = comm_index[p.node.key] = at
-        tasks.append(_task([p], COMM_STREAM, deps))
-        if not moved:
-            pending.append(at)
-    flush()
-    if pending:
-        # A part that ends in a collective: whatever computes next waits for it.
-        tasks.append(Task("wait", "memory_bound", COMPUTE_STREAM, 0.0, deps=tuple(pending)))
-    return tuple(tasks)
-
-
-def _task(run: list[Priced], stream: int, deps: tuple[int, ...]) -> Task:
-    seconds = np.array([p.seconds for p in run])
-    host = np.array([p.host_s for p in run])
-    total = float(seconds.sum())
-    # Least time from the first issue to the last end: some kernel starts the moment it is issued.
-    lag = float((np.cumsum(host) + np.cumsum(seconds[::-1])[::-1]).max())
-    uses, sms = (run[0].uses, run[0].sms) if stream == COMM_STREAM else ((), 0)
-    kind = max(run, key=lambda p: p.seconds).kind
-    terms = tuple((role_of(p.node), p.term, p.seconds) for p in run if p.seconds)
-    return Task(run[0].node.role if len(run) == 1 else f"{run[0].node.role}..{run[-1].node.role}", kind, stream, total, float(host.sum()), lag,
-                deps, uses, sms, any(p.node.host_wait for p in run), terms=terms)
-
-
-def role_of(node: Node) -> str:
-    """Role in the breakdown: recomputed work is shown apart."""
-    return "recompute" if node.phase == "R" else node.role

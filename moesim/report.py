@@ -6,7 +6,7 @@ HTML page shares. Names come from files people wrote: they are shown as text, ne
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Iterable, Mapping
 
 from rich import box
 from rich.console import Console
@@ -14,6 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from moesim.plan import UNKNOWN, Candidate, Plan, Rejection
+
+if TYPE_CHECKING:
+    from moesim.compare import Comparison
 
 GIB = 2**30
 NUM_SKEWED_SHOWN = 5

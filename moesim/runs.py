@@ -205,7 +205,7 @@ def _sized_cluster(preset: str, num_gpus: int, domain: int, gbps: float, transpo
 
 
 def _layout(draft: _Draft, model: ModelSpec, num_gpus: int) -> Layout:
-    row, stack = draft.row, draft.stack
+    stack = draft.stack
     values = dict(stack.defaults)
     degrees = {name: draft.number(name) for name in ("tp", "pp")}
     cp = draft.number("cp", 1)
@@ -250,7 +250,7 @@ def _sharding(draft: _Draft, values: dict[str, Any]) -> None:
 
 
 def _policies(draft: _Draft, model: ModelSpec, values: dict[str, Any]) -> None:
-    row, stack = draft.row, draft.stack
+    stack = draft.stack
     recompute, offload = draft.understand("recompute", lambda text: run_fields.recompute(text, stack.selective_recompute), ({}, ()))
     overlap, unmodelled = draft.understand("overlap_flags", run_fields.overlap, ({}, ()))
     graphs = draft.understand("cuda_graphs", run_fields.graphs, {})

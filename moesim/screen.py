@@ -18,7 +18,8 @@ from moesim.bounds import Durations, screen_structure
 from moesim.overlap import PairedDurations, Piece, join, pieces
 from moesim.layout import stage_layers
 from moesim.ops import Collective, Group, MemoryBound
-from moesim.parts import HEADS, Part, PartKey, Parts, layer_parts, work_of
+from moesim.part import Part, PartKey, work_of
+from moesim.parts import HEADS, Parts, layer_parts
 from moesim.schedules import SCHEDULES
 from moesim.space import Space
 

@@ -21,7 +21,7 @@ from moesim import engine, paths, whynot
 from moesim.evaluate import Evaluator, Played, critical_rank, routing_name
 from moesim.layout import Layout, parse_layout
 from moesim.ops import OP_KINDS
-from moesim.parts import kind_of
+from moesim.part import kind_of
 from moesim.plan import Candidate, Cost, Plan, Rejection
 from moesim.screen import Screen, Screened
 from moesim.space import Space, enumerate_layouts
