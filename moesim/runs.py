@@ -250,7 +250,7 @@ def _sharding(draft: _Draft, values: dict[str, Any]) -> None:
 
 
 def _policies(draft: _Draft, model: ModelSpec, values: dict[str, Any]) -> None:
-    stack = draft.stack
+    row, stack = draft.row, draft.stack
     recompute, offload = draft.understand("recompute", lambda text: run_fields.recompute(text, stack.selective_recompute), ({}, ()))
     overlap, unmodelled = draft.understand("overlap_flags", run_fields.overlap, ({}, ()))
     graphs = draft.understand("cuda_graphs", run_fields.graphs, {})
