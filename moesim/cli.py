@@ -414,7 +414,10 @@ def validate(scenario: ScenarioArgument, sets: SetOption = None) -> None:
     from moesim.report import clean, compact
 
     spec = _load(scenario, sets)
+    from moesim.stack import load_stack
+
     _check_layouts(spec, scenario)
+    load_stack(spec.stack)
     if spec.profile is not None:
         from moesim.profile import load_profile
 

@@ -136,8 +136,12 @@ class ClusterSpec(Spec):
 
     @property
     def domain(self) -> int:
-        """GPUs that reach each other without leaving the innermost tier (8 in an HGX node, 72 in an NVL72 rack)."""
-        return min(self.tiers[0].span or self.num_gpus, self.num_gpus)
+        """GPUs of one innermost tier that a job uses together: 8 in an HGX node, all 72 of an NVL72 rack when the job fills whole
+        racks, else 64 of each, so that power-of-two groups stay inside (how the published GB200 and GB300 runs are placed)."""
+        span = self.tiers[0].span or self.num_gpus
+        if self.num_gpus <= span:
+            return self.num_gpus
+        return span if self.num_gpus % span == 0 else 1 << span.bit_length() - 1
 
     @property
     def price(self) -> float | None:

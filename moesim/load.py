@@ -107,6 +107,13 @@ class _Assembly:
         for part in path[:-1]:
             real = self._step(real, part, text)
             self.resolve(real)
+        if path[-1] == "preset" and real and real[-1] in FOLDERS:
+            # The named preset takes the place of what is there: overrides written for one model mean nothing in another.
+            self.doc.mount(real, parsed)
+            _put(self.doc.data, real, parsed.data)
+            self.overridden.discard(real)
+            self.resolve(real)
+            return
         real = self._step(real, path[-1], text)
         if len(real) > 1:
             self.overridden.add(real[:1])
@@ -169,7 +176,7 @@ def load_scenario(path: str | Path, sets: Iterable[str] = ()) -> Scenario:
     shipped = scenarios_dir() / f"{path}.yaml"
     if not path.exists() and path.parent == Path(".") and not path.suffix:
         if not shipped.is_file():
-            names = [p.stem for p in scenarios_dir().glob("*.yaml")]
+            names = [p.stem for p in scenarios_dir().glob("*.yaml") if "workload" in read_yaml(p).data]
             raise SpecError(f"no such file or scenario: '{path}'{fields.nearest(path, names)}")
         path = shipped
     return parse_scenario(read_text(path), sets, file=str(path), base=path.parent)

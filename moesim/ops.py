@@ -7,6 +7,7 @@ Every op is a frozen value: it can be hashed, memoised, listed by ``moesim ops``
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Union
 
 BYTES_PER_ELEMENT = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
@@ -23,9 +24,11 @@ class Group:
     stride: int = 1
 
     def members_within(self, span: int) -> int:
-        """How many members of the group share one tier instance that connects ``span`` consecutive ranks: the largest divisor
-        of the group that fits, so that groups split evenly (64 of the 72 GPUs of a rack serve a group of 64 or 128)."""
-        fits = max(1, min(self.size, span // self.stride))
+        """How many members of the group share one tier instance that connects ``span`` consecutive ranks, for the worst placed
+        group: 16 consecutive ranks on instances of 72 leave ranks 64-79 split 8 and 8, and 64 leave a rank with 7 others."""
+        extent = self.size * self.stride
+        straddles = span % extent and extent % span
+        fits = max(1, min(self.size, (gcd(span, extent) if straddles else span) // self.stride))
         return next(count for count in range(fits, 0, -1) if self.size % count == 0)
 
     def instances(self, span: int) -> int:

@@ -126,7 +126,11 @@ def denominators(plan: Plan) -> str:
 
 def measured_rows(plan: Plan) -> list[tuple[str, str]]:
     """The user's own measurement beside the prediction, one (label, text) for each thing that was found."""
-    return [(clean(key).replace("_", " "), _value_text(value)) for key, value in (plan.measured or {}).items()]
+    facts = dict(plan.measured or {})
+    causes = facts.pop("explanations", ())
+    rows = [(clean(key).replace("_", " "), _value_text(value)) for key, value in facts.items()]
+    said = "; ".join(f"{clean(e['cause'])} taking {e['factor']:.2f}x as long" for e in causes)
+    return [*rows, ("any one explains it", said or "no single cause is large enough")] if facts else []
 
 
 def _value_text(value: Any) -> str:
@@ -147,7 +151,7 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print("", _ranking(plan), sep="\n")
         console.print(_legend(plan))
     if not any(c.fits for c in plan.candidates):
-        console.print(Text("No layout of this search fits.", style="bold red"))
+        console.print(Text("No layout of this search fits." if plan.num_layouts else "No layout of this search is legal.", style="bold red"))
     if plan.measured:
         console.print(Text("Measured against predicted", style="bold"))
         console.print(_facts(measured_rows(plan)))

@@ -305,13 +305,13 @@ def _assemble(scenario, evaluator, space, fits, found, candidates, rejections, s
     return Plan(
         scenario=_scenario(evaluator), profile=_profile(evaluator), num_layouts=len(space), num_fit=int(fits.sum()), num_bounded=found.num_bounded,
         num_path=len(found.path), num_played=len(found.step), gap=found.gap, elapsed_s=time.monotonic() - started, candidates=tuple(candidates),
-        rejections=tuple(rejections), cost=_cost(scenario), memory_rule=_memory_rule(scenario), warnings=_warnings(scenario, evaluator),
+        rejections=tuple(rejections), cost=_cost(scenario), memory_rule=_memory_rule(scenario), warnings=_warnings(scenario, evaluator, candidates),
         measured=whynot.compare_measured(evaluator, candidates, measured), timeline=tuple(spans),
     )
 
 
 def _nothing_legal(scenario, evaluator, space, started) -> Plan:
-    rejections = [Rejection("not legal", count, reason, "", "") for reason, count in space.dropped.items()]
+    rejections = whynot.not_legal(scenario, space.dropped)
     return Plan(
         scenario=_scenario(evaluator), profile=_profile(evaluator), num_layouts=0, num_fit=0, num_bounded=0, num_path=0, num_played=0, gap=None,
         elapsed_s=time.monotonic() - started, candidates=(), rejections=tuple(rejections), cost=_cost(scenario), memory_rule=_memory_rule(scenario),
@@ -337,7 +337,9 @@ def _cost(s) -> Cost:
     price = s.cluster.price
     source = ""
     if price is not None:
-        source = s.cluster.sources.get("usd_per_gpu_hour", "") if s.cluster.usd_per_gpu_hour is not None else s.cluster.gpu.usd_per_hour.source
+        if s.cluster.usd_per_gpu_hour is not None:
+            return Cost(price, s.cluster.sources.get("usd_per_gpu_hour") or "the scenario's own price", s.workload.tokens, "before failures")
+        source = s.cluster.gpu.usd_per_hour.source
     return Cost(price, source, s.workload.tokens)
 
 
@@ -347,8 +349,16 @@ def _memory_rule(s) -> str:
             f"allocator slack {s.memory.allocator_slack:g} of moving bytes; routing {routing_name(s.workload.routing)}, skew beside it {routing_name(s.workload.skew)}")
 
 
-def _warnings(s, evaluator: Evaluator) -> tuple[str, ...]:
+def _warnings(s, evaluator: Evaluator, candidates: list[Candidate]) -> tuple[str, ...]:
     out = []
+    best = next((c for c in candidates if c.fits and c.skewed), None)
+    rivals = [c for c in candidates if best and c.fits and c.tied and c.skewed and c.skewed.step_s < best.skewed.step_s]
+    if rivals:
+        first = min(rivals, key=lambda c: c.skewed.step_s)
+        out.append(f"under {first.skewed.routing} {first.layout}, tied with the best, is {100 * (best.skewed.step_s / first.skewed.step_s - 1):.1f}% faster")
+    left = [axis for axis in type(s.search).model_fields if axis != "dp" and getattr(s.search, axis) is None]
+    if left:
+        out.append(f"not searched, left at the layout's default: {', '.join(left)}")
     if evaluator.profile.parent:
         out.append(f"profile {evaluator.profile.name} has terms scaled from {evaluator.profile.parent}; they are labelled extrapolated")
     if s.workload.routing.kind == "balanced":

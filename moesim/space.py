@@ -22,6 +22,7 @@ AXIS_FIELDS = {
     "graphs": "graphs", "stages": "stages",
 }
 """Name of each axis in a scenario's ``search:`` -> field of Layout."""
+UNEVEN_BATCH = "the global batch is not a multiple of dp*mb*seq_len"
 MAX_LAYOUTS = 20_000_000
 UNPAIRED = ("gpipe", "zbv", "dualpipev")
 """Schedules in which no backward is followed by a forward alone, so that ``ov:ep`` finds nothing to pair: all forwards come first, every
@@ -184,7 +185,7 @@ def _degrees(t: _Table, values, model, workload, world: int) -> None:
     t.cross("rep", values["rep"])
     t.keep(t["dp"] * t["cp"] % t["rep"] == 0, "rep does not divide dp*cp")
     t.cross("mb", values["mb"])
-    t.keep(workload.global_batch_tokens % (t["dp"] * t["mb"] * workload.seq_len) == 0, "the global batch is not a multiple of dp*mb*seq_len")
+    t.keep(workload.global_batch_tokens % (t["dp"] * t["mb"] * workload.seq_len) == 0, UNEVEN_BATCH)
     t.columns["num_mb"] = workload.global_batch_tokens // (t["dp"] * t["mb"] * workload.seq_len)
 
 

@@ -166,6 +166,8 @@ class Workload(Spec):
 
 
 def _as_tuple(value: Any) -> Any:
+    if value in ([], ()):
+        raise ValueError("needs at least one value; leave the axis out to keep the layout's own")
     return value if isinstance(value, tuple) or value is None else tuple(value) if isinstance(value, list) else (value,)
 
 

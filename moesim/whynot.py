@@ -15,6 +15,7 @@ from moesim.evaluate import Evaluator, grouped
 from moesim.ops import Dispatch
 from moesim.plan import Candidate, Rejection
 from moesim.routing import distinct_groups
+from moesim.space import UNEVEN_BATCH
 
 FAMILY_FIELDS = ("pp", "vpp", "tp", "cp", "ep", "etp", "zero", "reshard", "mb", "schedule", "recompute", "dispatcher", "overlap", "precision", "graphs")
 GIB = 2.0**30
@@ -22,12 +23,21 @@ TIE = 0.01
 """Families within this share of the winner's step are not called slower."""
 
 
+def not_legal(scenario, dropped: dict[str, int]) -> list[Rejection]:
+    """Illegal combinations by reason, the most frequent first; a batch that does not divide says which near one always does."""
+    unit = scenario.cluster.num_gpus * scenario.workload.seq_len
+    batch = max(1, round(scenario.workload.global_batch_tokens / unit)) * unit
+    flip = f"legal for mb1 with any dp at workload.global_batch_tokens={batch}"
+    return [Rejection("not legal", count, reason, "", flip if reason == UNEVEN_BATCH and batch != scenario.workload.global_batch_tokens else "")
+            for reason, count in sorted(dropped.items(), key=lambda item: -item[1])]
+
+
 def explain(evaluator: Evaluator, space, screened, fits: np.ndarray, found, winner: Candidate | None, play: Callable[[list], list]) -> list[Rejection]:
     """One line for each family that the winner does not belong to; illegal combinations first. ``play`` plays layouts."""
     known = np.full(len(space), np.inf)  # a family is judged by a layout that was looked at, not by a bound
     for row, seconds in [*found.path.items(), *found.step.items()]:
         known[row] = seconds
-    out = [Rejection("not legal", count, reason, "", "") for reason, count in sorted(space.dropped.items(), key=lambda item: -item[1])]
+    out = not_legal(evaluator.scenario, space.dropped)
     if not fits.any():
         out.append(_too_big(evaluator, space, screened, "every layout", np.arange(len(space))))
     losers = []

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moesim.load import load_cluster
+from moesim.ops import Group
 from moesim.layout import (DEFAULT_SMS, OVERLAP_RULES, PRECISIONS, RECOMPUTE_ROLES, SCHEDULES, Layout, LayoutError, format_layout, parse_layout,
                            stage_layers)
 
@@ -77,8 +79,16 @@ def test_members_within_a_tier():
     assert layout.groups["ep"].members_within(8) == 8 and layout.groups["ep"].instances(8) == 2
     assert layout.groups["dp"].members_within(8) == 4 and layout.groups["dp"].instances(8) == 8
     assert layout.groups["pp"].members_within(8) == 1
-    assert parse_layout("dp64 ep64").groups["ep"].members_within(72) == 64
-    assert parse_layout("dp128 ep128").groups["ep"].members_within(72) == 64
+    assert parse_layout("dp64 ep64").groups["ep"].members_within(64) == 64
+    assert parse_layout("dp144 ep16").groups["ep"].members_within(72) == 8  # ranks 64-79 lie 8 and 8
+    assert parse_layout("dp144 ep36").groups["ep"].members_within(72) == 36
+    assert parse_layout("dp144 ep144").groups["ep"].members_within(72) == 72
+
+
+@pytest.mark.parametrize("num_nodes, domain, inside", [(16, 64, 16), (36, 72, 8), (64, 64, 16), (128, 64, 16)])
+def test_power_of_two_groups_straddle_racks_only_when_the_job_fills_them(num_nodes, domain, inside):
+    cluster = load_cluster("gb200_nvl72", [f"num_nodes={num_nodes}"])
+    assert cluster.domain == domain and Group(16).members_within(domain) == inside
 
 
 @pytest.mark.parametrize("layers, pp, vpp", [(61, 16, 1), (61, 8, 2), (94, 4, 3), (48, 16, 3), (7, 7, 1), (5, 2, 1)])

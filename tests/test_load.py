@@ -358,3 +358,27 @@ def test_loading_is_quick():
     for _ in range(10):
         load_scenario("deepseek_v3_512_nodes")
     assert (time.perf_counter() - started) / 10 < 0.1
+
+
+def test_setting_a_preset_replaces_what_was_there():
+    """Overrides of one model mean nothing in another: --set model.preset takes the place of the whole model."""
+    found = load_scenario("olmo_core3_new", ["model.preset=qwen3_30b_a3b", "model.num_layers=4"])
+    assert (found.model.name, found.model.num_layers) == ("qwen3_30b_a3b", 4)
+    assert load_scenario("olmo_core3_new", ["cluster.preset=hgx_h100"]).cluster.gpu.name == load_cluster("hgx_h100").gpu.name
+    with pytest.raises(SpecError, match="no such model: 'qwen3_30b_a3'.*qwen3_30b_a3b"):
+        load_scenario("olmo_core3_new", ["model.preset=qwen3_30b_a3"])
+
+
+@pytest.mark.parametrize("value", ["[]", "null"])
+def test_an_axis_has_a_value_or_is_left_out(value):
+    if value == "null":
+        assert load_scenario("olmo_core3_new", ["search.ep=null"]).search.ep is None
+        return
+    with pytest.raises(SpecError, match="search.ep: needs at least one value"):
+        load_scenario("olmo_core3_new", [f"search.ep={value}"])
+
+
+def test_only_scenarios_are_offered_as_scenarios():
+    with pytest.raises(SpecError) as error:
+        load_scenario("kernel_coverag")
+    assert "kernel_coverage" not in str(error.value) and "template" in str(error.value)

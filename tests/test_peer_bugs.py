@@ -233,7 +233,7 @@ def test_nodes_are_as_large_as_the_cluster_says():
     """Eight GPUs a node were hard-coded (https://github.com/cli99/llm-analysis/issues/27): a group of 16 leaves an HGX node and stays
     inside an NVL72 rack, whose nodes hold four."""
     for name, domains in (("hgx_b300", 2), ("gb300_nvl72", 1)):
-        spec = load_cluster(name, ["num_nodes=36"])
+        spec = load_cluster(name, ["num_nodes=32"])
         profile = load_profile(spec.gpu.profile)
         assert reach(profile, spec, [Group(16)]).outside[0] == domains
         assert (profile.price([Collective("all_gather", 1e8, Group(16))], spec).nic_s[0] > 0) == (domains > 1)
