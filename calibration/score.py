@@ -1,6 +1,6 @@
 """How good are predictions of published runs? (`python -m calibration.score PREDICTIONS.csv`: a table, and JSON with --json)
 
-Zero-shot figures by label, anchored figures apart, the three-line baseline on the same rows, support beside every accuracy.
+Figures by label (without --fit: rows of the folds that the shipped factors were fitted on, and of the fold held out of them), anchored figures apart, the three-line baseline on the same rows, support beside every accuracy.
 Excluded rows are predicted but not scored. `--fit IDS` names the rows a fit has seen (one id a line): they are left out of the
 scores, and the labels of the others follow from them.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Iterable, Mapping, Sequence
 
 from calibration import baseline, metrics
-from calibration.folds import MEASUREMENTS, NUM_FOLDS, label_from, read_excluded, read_folds, stack_release
+from calibration.folds import MEASUREMENTS, NUM_FOLDS, fold_of, label_from, read_excluded, read_folds, stack_release
 from calibration.write import write_text
 from moesim.predict import read_rows
 from moesim.runs import Run, parse_runs
@@ -81,9 +81,13 @@ def score(rows: Sequence[Mapping[str, str]], predictions: Mapping[str, Mapping[s
     }
 
 
+HELD_OUT = NUM_FOLDS - 1
+"""The fold that no shipped factor was fitted on (scenarios/kernel_coverage.yaml)."""
+
+
 def _labels(scored: Scored, fit_rows: Sequence[Mapping[str, str]]) -> dict[str, str]:
     if not fit_rows:
-        return {run.id: "no fit" for run, _, _ in scored.items}
+        return {run.id: "held-out fold" if fold_of(row) == HELD_OUT else "fitted folds" for run, row, _ in scored.items}
     stacks, gpus = {stack_release(row) for row in fit_rows}, {row["gpu_type"] for row in fit_rows}
     return {run.id: label_from(row, stacks, gpus) for run, row, _ in scored.items}
 
@@ -181,8 +185,8 @@ def table(found: Mapping[str, Any]) -> str:
     """The figures as aligned text."""
     lines = ["support: " + ", ".join(f"{kind} {s['predicted']}/{s['rows']}" for kind, s in found["support"].items()), "",
              f"{'':34s}{'n':>5s}{'median':>8s}{'mean':>8s}{'p90':>8s}{'bias':>8s}{'inside':>8s}{'width':>8s}{'score':>8s}"]
-    blocks = [(f"zero-shot, {label}", block) for label, block in found["zero_shot"].items()]
-    blocks += [(f"zero-shot, {kind} rows", block) for kind, block in found["zero_shot_by_kind"].items()]
+    blocks = [(label if "fold" in label else f"zero-shot, {label}", block) for label, block in found["zero_shot"].items()]
+    blocks += [(f"all {kind} rows", block) for kind, block in found["zero_shot_by_kind"].items()]
     blocks += [("anchored", found["anchored"])]
     blocks += [(f"baseline (MFU x bubble), {kind}", {"error": error}) for kind, error in found["baseline"].items()]
     blocks += [(f"stack {name}", block) for name, block in found["by_stack"].items()]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -230,8 +229,8 @@ def plan(
     _check_outputs(json_file, html)
     if launch is not None:
         launching.check_directory(launch)
-    if measured is not None and not (math.isfinite(measured) and measured > 0):
-        raise ValueError(f"--measured {measured}: tokens/s a GPU must be a positive number")
+    if measured is not None and not 0.001 <= measured <= 1e9:
+        raise ValueError(f"--measured {measured:g}: tokens/s a GPU must be a number from 0.001 to 1e9")
     spec = _load(scenario, sets)
     with _progress(quiet) as progress:
         found = search.plan(spec, top=top, profile=profile, anchors=anchors, pin=pin, measured=measured, progress=progress)
@@ -316,8 +315,8 @@ def _two_rates(text: str) -> tuple[float, float]:
         first, second = (float(part) for part in text.split(","))
     except ValueError:
         raise ValueError(f"--measured {text!r}: give two numbers, such as 19400,52000") from None
-    if not all(math.isfinite(v) and v > 0 for v in (first, second)):
-        raise ValueError(f"--measured {text!r}: both must be positive")
+    if not all(0.001 <= v <= 1e9 for v in (first, second)):
+        raise ValueError(f"--measured {text!r}: both must be tokens/s a GPU from 0.001 to 1e9")
     return first, second
 
 

@@ -229,15 +229,17 @@ class Evaluator:
         shares = self.provenance(program)
         low, high = self.interval(program, step_s, shares)
         peak_flops = self.scenario.cluster.gpu.peak_flops["bf16"]
-        model_flops = self.scenario.model.flops_per_token(self.scenario.workload.seq_len)
+        load = self.parts.load(layout)
+        drop = load.drop_fraction if load else 0.0
+        roles = self.scenario.model.flops_by_role(self.scenario.workload.seq_len)
+        model_flops = sum(roles.values()) - drop * roles["routed_experts"]  # a dropped row is no work done
         rate = self.tokens_per_s(step_s)
         days, usd = self.cost(rate)
-        load = self.parts.load(layout)
         return Candidate(
             layout=str(layout), tokens_per_s_per_gpu=rate, low=low, high=high, step_s=step_s, mfu=rate * model_flops / peak_flops,
             mfu_denominator=f"bf16 dense {peak_flops / 1e12:g} TFLOP/s", peak_bytes=peak.total, fits=peak.total <= self.budget_bytes, memory=peak.categories,
             heaviest_stage=peak.rank, breakdown=where, provenance=shares, limited_by=limit(where), evaluator="engine",
-            num_microbatches=num_microbatches(layout, self.scenario.workload), drop_fraction=load.drop_fraction if load else 0.0,
+            num_microbatches=num_microbatches(layout, self.scenario.workload), drop_fraction=drop,
             skewed=self._skewed(layout, program, step_s) if with_skew else None, days=days, usd=usd,
         )
 

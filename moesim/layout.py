@@ -282,6 +282,10 @@ def _world(layout, model, workload, num_gpus):
         return f"pp*dp*cp*tp = {layout.world} is not the {num_gpus} GPUs of the cluster"
 
 
+MAX_MICROBATCHES = 16_384
+"""A play walks every microbatch; published runs have hundreds at most."""
+
+
 def num_microbatches(layout: Layout, workload) -> int:
     """Microbatches a rank runs each step (0 when the batch does not divide)."""
     per_microbatch = layout.dp * layout.mb * workload.seq_len
@@ -292,6 +296,8 @@ def _batch(layout, model, workload, num_gpus):
     if not num_microbatches(layout, workload):
         return (f"global batch of {workload.global_batch_tokens} tokens is not a multiple of dp*mb*seq_len = "
                 f"{layout.dp * layout.mb * workload.seq_len}")
+    if num_microbatches(layout, workload) > MAX_MICROBATCHES:
+        return f"{num_microbatches(layout, workload)} microbatches a step are more than {MAX_MICROBATCHES}"
 
 
 def _attention_shards(layout, model, workload, num_gpus):

@@ -9,15 +9,14 @@ from __future__ import annotations
 import csv
 import io
 import math
-import os
-import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, Mapping, Protocol
 
 from .coverage import load_coverage
+from .files import write_atomically
 from .model_error import load_model_error
 from .runs import REQUIRED, Run, Unsupported, parse_run
+from .workers import worker_pool
 
 COLUMNS = ("id", "tokens_per_s_per_gpu", "low", "high", "mem_gb_per_gpu", "status", "reason")
 MAX_BYTES = 100_000_000
@@ -65,7 +64,7 @@ def predict(rows: Iterable[Mapping[str, str]], simulate: Simulate, *, workers: i
 
 
 def _pooled(rows: list[Mapping[str, str]], simulate: Simulate, workers: int) -> Iterator[dict[str, Any]]:
-    with ProcessPoolExecutor(max_workers=workers) as pool:
+    with worker_pool(workers) as pool:
         yield from pool.map(predict_row, rows, [simulate] * len(rows), chunksize=max(1, min(16, len(rows) // (4 * workers))))
 
 
@@ -166,14 +165,4 @@ def _cell(value: Any) -> str:
 
 def write_predictions(path: str | Path, results: Iterable[Mapping[str, Any]]) -> None:
     """Writes the CSV whole or not at all."""
-    path = Path(path)
-    text = format_csv(results)
-    handle, name = tempfile.mkstemp(dir=path.parent or Path("."), prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_atomically(path, format_csv(results))

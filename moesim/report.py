@@ -223,7 +223,8 @@ def _skewed(c: Candidate) -> Text:
     if c.skewed is None:
         return Text("-")
     change = c.skewed.tokens_per_s_per_gpu / c.tokens_per_s_per_gpu - 1
-    text = Text(f"{c.skewed.tokens_per_s_per_gpu:,.0f}\n{100 * change:+.1f}%")
+    own = f"\nown drop {percent(c.drop_fraction)}" if c.drop_fraction else ""
+    text = Text(f"{c.skewed.tokens_per_s_per_gpu:,.0f}\n{100 * change:+.1f}%{own}")
     if c.skewed.drop_fraction:
         text.append(f"\ndrop {percent(c.skewed.drop_fraction)}")
     return text if c.skewed.fits else text.append("\nno fit", "red")

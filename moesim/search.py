@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -26,6 +25,7 @@ from moesim.plan import Candidate, Cost, Plan, Rejection
 from moesim.screen import Screen, Screened
 from moesim.space import Space, enumerate_layouts
 from moesim.timeline import Timeline, breakdown
+from moesim.workers import worker_pool
 
 Progress = Callable[[str, int, int], None]
 PATHS_A_FAMILY = 4
@@ -180,9 +180,7 @@ class _pool:
         if self.workers < 2 or len(items) < 2 or "fork" not in multiprocessing.get_all_start_methods():
             return map(function, items)
         if self.executor is None:
-            # Ctrl-C is the parent's to answer: workers would each print a traceback.
-            ignore = (signal.SIGINT, signal.SIG_IGN)
-            self.executor = ProcessPoolExecutor(self.workers, mp_context=multiprocessing.get_context("fork"), initializer=signal.signal, initargs=ignore)
+            self.executor = worker_pool(self.workers, multiprocessing.get_context("fork"))
         return self.executor.map(function, items)
 
     def __exit__(self, *_) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Callable
 
 import numpy as np
 
-from moesim.layout import DEFAULT_SMS, DISPATCHERS, OVERLAP_RULES, Layout, LayoutError, illegal, parse_token
+from moesim.layout import DEFAULT_SMS, DISPATCHERS, OVERLAP_RULES, Layout, LayoutError, MAX_MICROBATCHES, illegal, parse_token
 from moesim.schedules import SCHEDULES
 
 AXIS_FIELDS = {
@@ -187,6 +187,7 @@ def _degrees(t: _Table, values, model, workload, world: int) -> None:
     t.cross("mb", values["mb"])
     t.keep(workload.global_batch_tokens % (t["dp"] * t["mb"] * workload.seq_len) == 0, UNEVEN_BATCH)
     t.columns["num_mb"] = workload.global_batch_tokens // (t["dp"] * t["mb"] * workload.seq_len)
+    t.keep(t["num_mb"] <= MAX_MICROBATCHES, f"more than {MAX_MICROBATCHES} microbatches a step")
 
 
 def _schedules(t: _Table, values, model, workload) -> None:

@@ -128,7 +128,7 @@ class RoutingSpec(Spec):
 
     kind: Literal["balanced", "zipf", "dirichlet", "histogram"] = "balanced"
     zipf_s: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] | None = None
-    dirichlet_alpha: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None
+    dirichlet_alpha: Annotated[float, Field(ge=0.001, le=1e6, allow_inf_nan=False)] | None = None
     file: Text | None = None
     seed: Count = 0
     capacity_factor: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None  # None: dropless

@@ -24,7 +24,7 @@ PLUGINS = ("axes", "costs", "schedules")
 # A module imports only modules of rows above it. The numbers are the layers of the design; a letter splits a layer whose files
 # build on one another. A package of plug-ins stands in one row; what its files import from each other is checked below.
 ROWS = {
-    "0 ": "closed_form document files hardware huggingface units",
+    "0 ": "closed_form document files hardware huggingface units workers",
     "1 ": "fields ops schedules site spec",
     "2a": "block layout load program routing schema",
     "2b": "compiled fuse run_models sharing stack wiring",

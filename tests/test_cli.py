@@ -138,8 +138,8 @@ def test_nothing_fits(scenario, search, tmp_path, candidates):
     (("--set", "model.num_expert=8"), "num_expert"),
     (("--set", "workload.seq_len=-1"), "seq_len"),
     (("--set", "nonsense"), "nonsense"),
-    (("--measured", "nan"), "positive"),
-    (("--measured", "-3"), "positive"),
+    (("--measured", "nan"), "1e9"),
+    (("--measured", "1e308"), "1e9"),
     (("--json", "/no/such/folder/p.json"), "/no/such/folder"),
     (("--html", "/"), "folder"),
 ])

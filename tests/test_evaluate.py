@@ -9,7 +9,9 @@ import pytest
 from moesim import engine, paths
 from moesim.evaluate import GROUPS, PROVENANCE, Evaluator, critical_rank, grouped, limit, routing_name
 from moesim.layout import LayoutError
+from moesim.load import load_scenario
 from moesim.model_error import ModelError
+from moesim.search import simulate
 from moesim.site import Site
 from moesim.timeline import breakdown
 from small_scenarios import random_spaces, scenario
@@ -281,3 +283,13 @@ def test_a_layout_is_what_it_says_in_every_field():
     for change in changes:
         assert step(replace(base, **change)) != step(base), change
     assert paths.step_seconds([evaluator.program(base)])[0] > step(base)  # and graphs take the host away
+
+
+def test_mfu_counts_no_dropped_rows():
+    """Capacity 0.01 drops 99% of the routed rows: their FLOP were never done."""
+    s = load_scenario("olmo_core3_new", ["workload.routing={kind: balanced, capacity_factor: 0.01}", "model.top_k=16"])
+    c, _ = simulate(s, "dp8 ep8 zero1 mb4")
+    roles = s.model.flops_by_role(s.workload.seq_len)
+    done = sum(roles.values()) - 0.99 * roles["routed_experts"]
+    assert c.drop_fraction == pytest.approx(0.99, abs=1e-3) and c.mfu < 1
+    assert c.mfu == pytest.approx(c.tokens_per_s_per_gpu * done / 2.25e15, rel=0.01)

@@ -148,18 +148,19 @@ def test_repeat_spread():
 
 def test_a_perfect_oracle_scores_perfectly(tmp_path):
     found = scored(tmp_path, exact())
-    error = found["zero_shot"]["no fit"]["error"]
-    assert error["n"] > 700 and error["p90"] < 1e-4
-    assert found["zero_shot"]["no fit"]["interval"]["coverage"] == 1
+    fitted, held = (found["zero_shot"][name] for name in ("fitted folds", "held-out fold"))
+    assert fitted["error"]["n"] > 550 and held["error"]["n"] > 100
+    for block in (fitted, held):
+        assert block["error"]["p90"] < 1e-4 and block["interval"]["coverage"] == 1
     assert found["ranking"]["n"] >= 10 and found["ranking"]["mean_regret"] < 1e-9
     assert found["scaling"]["max_abs"] < 1e-4
-    assert found["baseline"]["all"]["n"] == error["n"]
+    assert found["baseline"]["all"]["n"] == fitted["error"]["n"] + held["error"]["n"]
     assert json.dumps(found) and "ranking" in score.table(found)
 
 
 def test_a_uniform_factor_is_bias_and_leaves_ranking_alone(tmp_path):
     found = scored(tmp_path, exact(1.3))
-    error = found["zero_shot"]["no fit"]["error"]
+    error = found["zero_shot"]["held-out fold"]["error"]
     assert error["bias"] == pytest.approx(0.3, abs=1e-4) and error["median"] == pytest.approx(0.3, abs=1e-4)
     assert found["ranking"]["mean_regret"] < 1e-9 and found["scaling"]["max_abs"] < 1e-4
 

@@ -2,6 +2,11 @@
 
 import csv
 import math
+import os
+import subprocess
+import sys
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,3 +151,42 @@ def test_bad_files_are_one_line(tmp_path, content, words):
 def test_a_missing_file_is_one_line(tmp_path):
     with pytest.raises(ValueError, match="No such file"):
         read_rows(tmp_path / "absent.csv")
+
+
+def test_predictions_follow_a_link_and_write_into_a_pipe(tmp_path):
+    """Neither is replaced: a reader at the other end gets the table."""
+    (tmp_path / "link.csv").symlink_to(tmp_path / "real.csv")
+    write_predictions(tmp_path / "link.csv", [])
+    assert (tmp_path / "link.csv").is_symlink() and (tmp_path / "real.csv").read_text().startswith("id,")
+    os.mkfifo(tmp_path / "pipe")
+    got = []
+    reader = threading.Thread(target=lambda: got.append((tmp_path / "pipe").read_text()))
+    reader.start()
+    write_predictions(tmp_path / "pipe", [])
+    reader.join(10)
+    assert got and got[0].startswith("id,") and (tmp_path / "pipe").is_fifo()
+
+
+def test_workers_end_with_a_killed_parent(tmp_path):
+    """A pool's workers wait on a queue that nobody will fill again."""
+    script = ("import os, time\nfrom moesim.workers import worker_pool\npool = worker_pool(2)\n"
+              "print(*{p for p in pool.map(_pid, range(8))}, flush=True)\ntime.sleep(60)\n")
+    module = tmp_path / "killed.py"
+    module.write_text("import os, time\ndef _pid(_):\n    time.sleep(0.2)\n    return os.getpid()\n" + script)
+    parent = subprocess.Popen([sys.executable, str(module)], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1],
+                              env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])})
+    pids = [int(p) for p in parent.stdout.readline().split()]
+    assert pids
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 20
+    while any(_alive(p) for p in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(_alive(p) for p in pids)
+
+
+def _alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

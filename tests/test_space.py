@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moesim.layout import DEFAULT_SMS, DISPATCHERS, Layout, LayoutError, _check_shape, illegal, num_microbatches, parse_layout
-from moesim.load import SpecError
+from moesim.load import SpecError, load_scenario
 from moesim.space import AXIS_FIELDS, axis_values, canonical, enumerate_layouts
 from moesim.stack import load_stack
 from small_scenarios import scenario
@@ -183,3 +183,11 @@ def test_a_large_space_stays_small():
     assert len(space) > 30_000
     assert sum(c.nbytes for c in space.codes.values()) / len(space) < 250
     assert all(isinstance(c, np.ndarray) and c.max() < len(space.values[f]) for f, c in space.codes.items())
+
+
+def test_a_step_of_too_many_microbatches_is_refused_with_a_reason():
+    """A play walks every microbatch: 2^40 tokens would never end."""
+    s = load_scenario("olmo_core3_new", ["workload.global_batch_tokens=1099511627776", "search={ep: [8], micro_batch: [1]}"])
+    space = enumerate_layouts(s, Layout())
+    assert not len(space) and any("microbatches" in reason for reason in space.dropped)
+    assert "microbatches" in illegal(parse_layout("dp8 ep8 zero1 mb1"), s.model, s.workload, 8)
