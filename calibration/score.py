@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import re
 import sys
 from collections import defaultdict
@@ -44,13 +45,30 @@ def read_predictions(path: str | Path) -> dict[str, dict[str, float]]:
     """id -> point, low, high (tokens/s/GPU) and memory (bytes, absent where blank) of the rows that were predicted."""
     found = {}
     with Path(path).open(encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            if row.get("status") != "ok":
+        reader = csv.DictReader(file)
+        missing = [c for c in ("id", "tokens_per_s_per_gpu", "low", "high", "status") if c not in (reader.fieldnames or ())]
+        if missing:
+            raise ValueError(f"{path}: no column {missing[0]!r}; it is not what `moesim predict` writes")
+        for row in reader:
+            if row["status"] != "ok":
                 continue
-            found[row["id"]] = {"point": float(row["tokens_per_s_per_gpu"]), "low": float(row["low"]), "high": float(row["high"])}
+            if row["id"] in found:
+                raise ValueError(f"{path}:{reader.line_num}: id {row['id']!r} appears twice")
+            found[row["id"]] = {"point": _rate(row["tokens_per_s_per_gpu"], path, reader), "low": _rate(row["low"], path, reader),
+                                "high": _rate(row["high"], path, reader)}
             if row.get("mem_gb_per_gpu"):
                 found[row["id"]]["memory"] = float(row["mem_gb_per_gpu"]) * 1e9
     return found
+
+
+def _rate(text: str, path, reader) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError(f"{path}:{reader.line_num}: {text!r} is not a positive number of tokens/s")
+    return value
 
 
 def score(rows: Sequence[Mapping[str, str]], predictions: Mapping[str, Mapping[str, float]], *, fit_ids: Iterable[str] = (),
@@ -229,12 +247,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     ids = lambda path: re.split(r"\s+", Path(path).read_text().strip()) if path else ()  # noqa: E731
     try:
         found = score(read_rows(args.rows), read_predictions(args.predictions), fit_ids=ids(args.fit), anchored=ids(args.anchored))
+        if args.json:
+            write_text(Path(args.json), json.dumps(found, indent=1) + "\n")
     except (OSError, ValueError, KeyError) as error:
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
     print(table(found))
-    if args.json:
-        write_text(Path(args.json), json.dumps(found, indent=1) + "\n")
     return 0
 
 

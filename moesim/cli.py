@@ -266,7 +266,7 @@ def simulate(
     against: Annotated[Optional[str], _option("--against", metavar="SCENARIO", help="Explain the difference to this scenario's own layout, term by term.")] = None,
     measured: Annotated[Optional[str], _option("--measured", metavar="TOK_S,TOK_S", help="With --against: measured tokens/s a GPU of both.")] = None,
 ) -> None:
-    """Play one layout in full: where the seconds of a step and the bytes of the heaviest stage go.
+    """Play one layout in full: where the seconds of a step and the bytes of the heaviest stage go. Exit 3 if it does not fit.
 
     Examples:
 
@@ -281,6 +281,8 @@ def simulate(
     if layout is None and spec.layout is None:
         raise ValueError(f'{scenario}: has no layout of its own; give one, such as --layout "dp8 ep8 zero1 mb1 1f1b"')
     if against is not None:
+        if trace is not None:
+            raise ValueError("--trace belongs to one layout; --against compares two")
         return _simulate_against(spec, _load(against, sets), layout, profile, anchors, measured, json_file)
     if measured is not None:
         raise ValueError("--measured belongs to --against here; plan --measured compares one speed with its prediction")
@@ -295,6 +297,8 @@ def simulate(
 
     report.print_candidate(candidate, _console(err=json_file == STDOUT))
     _wrote(json_file, trace)
+    if not candidate.fits:
+        raise typer.Exit(NOTHING_FITS)
 
 
 def _simulate_against(spec: Scenario, other: Scenario, layout, profile, anchors, measured: str | None, json_file: str | None) -> None:

@@ -29,6 +29,9 @@ def check_directory(directory: str | os.PathLike[str]) -> Path:
     path = Path(directory)
     if path.exists() and not path.is_dir():
         raise ValueError(f"--launch {path}: exists and is not a folder")
+    parent = next(p for p in path.absolute().parents if p.exists())
+    if not path.exists() and not (parent.is_dir() and os.access(parent, os.W_OK)):
+        raise ValueError(f"--launch {path}: {parent} is not a folder that can be written to")
     if path.is_dir() and any(path.iterdir()) and not _is_ours(path):
         raise ValueError(f"--launch {path}: the folder is not empty and holds no earlier launch; name a new folder")
     return path

@@ -115,6 +115,8 @@ def read_rows(path: str | Path) -> list[dict[str, str]]:
     """Rows of a CSV in the columns of published_runs.csv. Raises ValueError with one line naming the file and the line."""
     path = Path(path)
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path}: not a file")
         if path.stat().st_size > MAX_BYTES:
             raise ValueError(f"{path}: larger than {MAX_BYTES // 1_000_000} MB")
         text = path.read_text(encoding="utf-8-sig")

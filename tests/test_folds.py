@@ -187,3 +187,14 @@ def test_committed_files_are_plain_csv():
     for name in ("folds.csv", "excluded.csv"):
         with (MEASUREMENTS / name).open(encoding="utf-8") as file:
             assert all(None not in row and None not in row.values() for row in csv.DictReader(file))
+
+
+@pytest.mark.parametrize("text, said", [
+    ("", "no column"), ("id,low\n", "no column"),
+    ("id,tokens_per_s_per_gpu,low,high,status\na,nan,1,2,ok\n", ":2: 'nan'"), ("id,tokens_per_s_per_gpu,low,high,status\na,5,-1,2,ok\n", ":2: '-1'"),
+    ("id,tokens_per_s_per_gpu,low,high,status\na,5,1,9,ok\na,5,1,9,ok\n", ":3: id 'a' appears twice"),
+])
+def test_what_predict_did_not_write_is_not_scored(tmp_path, text, said):
+    (tmp_path / "p.csv").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        score.read_predictions(tmp_path / "p.csv")

@@ -190,3 +190,10 @@ def _alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_a_pipe_is_no_table_of_runs(tmp_path):
+    """It could block for ever or never end."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="not a file"):
+        read_rows(tmp_path / "pipe")
