@@ -165,7 +165,8 @@ def test_clusters_take_the_rows_fabric():
     roce = run("internevo-7b-a100-16-tp1z8").cluster
     assert [t.transport for t in roce.tiers[1:]] == ["roce"] * len(roce.tiers[1:])
     assert roce.tiers[1].bytes_per_s == pytest.approx(50e9 / 8)
-    assert run("mlperf60-dsv3-gb200-2048-nvidia").cluster.domain == 72
+    rack = run("mlperf60-dsv3-gb200-2048-nvidia").cluster
+    assert (rack.tiers[0].span, rack.domain) == (72, 64)  # 2,048 GPUs fill no racks: 64 of each
 
 
 def test_sharding_texts():
