@@ -14,7 +14,7 @@ from moesim.wiring import rendezvous
 ZIPF = ("workload.routing.kind=zipf", "workload.routing.zipf_s=1.0")
 MILD = ("workload.routing.kind=zipf", "workload.routing.zipf_s=0.15")
 BALANCED = ()
-TIME_BALANCED, TIME_ZIPF = 0.01, 0.06  # the worst of 78 zipf(1.0) plays was 5.2%: an interleaved pairing, one of two seeds
+TIME_BALANCED, TIME_ZIPF = 0.01, 0.06  # the worst zipf(1.0) play of the grid was 5.2%: an interleaved pairing, one of two seeds
 MEMORY_ABOVE = {"zipf": 0.30, "mild": 0.05}
 """What the representative rank may add to the worst rank of one step: it takes the worst of 1,000 microbatches, and every microbatch
 in flight as bad as that one. zipf(1.0) puts 26% on the peak of a model that is mostly routed activations, zipf(0.15) under 5%."""
