@@ -52,7 +52,7 @@ def gemm_fits(bench: Bench, gpu: str, dtype: str) -> tuple[tuple[Fit, ...], floa
 
 def gemm_terms(bench: Bench, gpu: str) -> Iterator[Term]:
     owner = PARENTS.get(gpu, gpu)
-    for dtype, kernels in compute.KERNELS.items():
+    for dtype in compute.KERNELS:
         if (owner, dtype) not in bench.gemm:
             continue
         result, rows = bench.gemm[owner, dtype], compute.gemm_rows(bench.rows, owner, dtype)

@@ -264,6 +264,7 @@ def simulate(
     profile: ProfileOption = None,
     anchors: AnchorsOption = None,
     against: Annotated[Optional[str], _option("--against", metavar="SCENARIO", help="Explain the difference to this scenario's own layout, term by term.")] = None,
+    full: Annotated[bool, _option("--full", help="Also play every rank (64 at most), each layer's routing drawn anew.")] = False,
     measured: Annotated[Optional[str], _option("--measured", metavar="TOK_S,TOK_S", help="With --against: measured tokens/s a GPU of both.")] = None,
 ) -> None:
     """Play one layout in full: where the seconds of a step and the bytes of the heaviest stage go. Exit 3 if it does not fit.
@@ -273,6 +274,7 @@ def simulate(
       moesim simulate olmo_core3_old
       moesim simulate my.yaml --layout "pp4 dp16 ep8 zero1 mb1 1f1b" --trace step.json
       moesim simulate olmo_core3_old --against olmo_core3_new --measured 19400,52000
+      moesim simulate olmo_core3_new --full --set "workload.routing={kind: zipf, zipf_s: 1.0}"
     """
     from moesim import search
 
@@ -281,21 +283,26 @@ def simulate(
     if layout is None and spec.layout is None:
         raise ValueError(f'{scenario}: has no layout of its own; give one, such as --layout "dp8 ep8 zero1 mb1 1f1b"')
     if against is not None:
-        if trace is not None:
-            raise ValueError("--trace belongs to one layout; --against compares two")
+        if trace is not None or full:
+            raise ValueError(f"{'--full' if full else '--trace'} belongs to one layout; --against compares two")
         return _simulate_against(spec, _load(against, sets), layout, profile, anchors, measured, json_file)
     if measured is not None:
         raise ValueError("--measured belongs to --against here; plan --measured compares one speed with its prediction")
     candidate, timeline = search.simulate(spec, layout, profile=profile, anchors=anchors, want_timeline=trace is not None)
+    every = search.play_every_rank(spec, layout, profile=profile, anchors=anchors) if full else None
     if json_file is not None:
-        _write_json(json_file, _candidate_dict(spec, candidate))
+        ranks = {} if every is None else {"every_rank": {"step_s": every[0], "peak_bytes": every[1].tolist()}}
+        _write_json(json_file, _candidate_dict(spec, candidate) | ranks)
     if trace is not None:
         from moesim.timeline import chrome_trace
 
         _write_json(trace, chrome_trace(timeline), indent=None)
     from moesim import report
 
-    report.print_candidate(candidate, _console(err=json_file == STDOUT))
+    console = _console(err=json_file == STDOUT)
+    report.print_candidate(candidate, console)
+    if every is not None:
+        report.print_every_rank(candidate, *every, console)
     _wrote(json_file, trace)
     if not candidate.fits:
         raise typer.Exit(NOTHING_FITS)

@@ -6,7 +6,7 @@ HTML page shares. Names come from files people wrote: they are shown as text, ne
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Iterable, Mapping, Sequence
 
 from rich import box
 from rich.console import Console
@@ -252,6 +252,12 @@ def _rejections(rejections: Iterable[Rejection]) -> Table:
         family = Text(clean(r.family)).append("\n" + clean(r.example), "dim")
         table.add_row(family, f"{r.count:,}", Text(clean(r.reason)), Text(clean(r.flip) or "-"))
     return table
+
+
+def print_every_rank(candidate: Candidate, step_s: float, peak_bytes: Sequence[float], console: Console) -> None:
+    """The play of all ranks beside that of one representative rank a stage."""
+    console.print(_facts([("every rank", f"step {seconds(step_s)} s, the representative rank's {100 * (candidate.step_s / step_s - 1):+.1f}%; "
+                                         f"memory {gib(min(peak_bytes))} to {gib(max(peak_bytes))} GiB over {len(peak_bytes)} ranks")]))
 
 
 def print_candidate(candidate: Candidate, console: Console) -> None:

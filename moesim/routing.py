@@ -309,29 +309,6 @@ def distinct_groups(num_groups, num_experts: int, top_k: int, limit: int | None 
     return float(reached) if groups.ndim == 0 else reached
 
 
-def sampled_distinct_groups(shares: np.ndarray, num_groups: int, top_k: int, *, num_tokens: int = 4096, seed: int = 0) -> float:
-    """The same for given shares of the rows [E], each at most 1/top_k, by drawing tokens; the standard error is below
-    1/sqrt(num_tokens) of a group up to about 8 groups."""
-    chosen = sample_top_k(shares, top_k, num_tokens, np.random.default_rng(seed))
-    return float(chosen.reshape(num_tokens, num_groups, -1).any(-1).sum(-1).mean())
-
-
-def sample_top_k(shares: np.ndarray, top_k: int, num_tokens: int, rng: np.random.Generator) -> np.ndarray:
-    """Which experts do random tokens choose, so that expert e gets shares[e] of the rows? [num_tokens, E] of bool,
-    top_k a token.
-
-    Systematic sampling in a random order (Madow 1949): experts laid end to end, each as long as its chance, and every
-    point at distance 1 from a random start falls on a chosen one. Keeps the chances exactly, whatever they are.
-    """
-    order = rng.random((num_tokens, len(shares))).argsort(1)
-    ends = (shares * top_k)[order].cumsum(1)
-    ends *= top_k / ends[:, -1:]
-    points = np.floor(ends + rng.random((num_tokens, 1)))
-    chosen = np.empty((num_tokens, len(shares)), bool)
-    np.put_along_axis(chosen, order, np.diff(points, axis=1, prepend=0) > 0, 1)
-    return chosen
-
-
 def _check_integers(num_experts: int, top_k: int, *positive: int) -> None:
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"routing: top_k {top_k} must be between 1 and num_experts {num_experts}")

@@ -167,21 +167,9 @@ def _cluster(draft: _Draft, num_gpus: int) -> ClusterSpec:
     if gpu not in CLUSTERS:
         raise NotExpressible(f"gpu_type: {draft.row['gpu_type']!r} has no shipped cluster; known: {', '.join(CLUSTERS)}")
     domain = draft.row.get("nvlink_domain", "")
-    gbps = draft.row.get("net_gbps_per_gpu", "")
+    gbps = _positive(draft.row, "net_gbps_per_gpu")
     transport = "efa" if re.search(r"\bEFA\b", draft.notes + draft.row.get("dispatcher", "")) else "roce" if "RoCE" in draft.notes else ""
-    return _sized_cluster(CLUSTERS[gpu], num_gpus, whole(domain, "nvlink_domain") if domain else 0, _gbps(gbps), transport)
-
-
-def _gbps(text: str) -> float:
-    if not text:
-        return 0.0
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < 1e6:
-        raise NotExpressible(f"net_gbps_per_gpu: {text[:40]!r} is not a rate in Gb/s")
-    return value
+    return _sized_cluster(CLUSTERS[gpu], num_gpus, whole(domain, "nvlink_domain") if domain else 0, gbps or 0.0, transport)
 
 
 @lru_cache(maxsize=1024)

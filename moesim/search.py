@@ -16,12 +16,12 @@ from typing import Any, Callable, Iterator
 
 import numpy as np
 
-from moesim import engine, paths, whynot
+from moesim import engine, full, paths, whynot
 from moesim.evaluate import Evaluator, Played, critical_rank, routing_name
 from moesim.layout import Layout, parse_layout
 from moesim.ops import OP_KINDS
 from moesim.part import kind_of
-from moesim.plan import Candidate, Cost, Plan, Rejection
+from moesim.plan import Candidate, Cost, Plan
 from moesim.screen import Screen, Screened
 from moesim.space import Space, enumerate_layouts
 from moesim.timeline import Timeline, breakdown
@@ -153,6 +153,14 @@ class _Found:
     @property
     def best(self) -> float:
         return min(self.step.values(), default=np.inf)
+
+
+def play_every_rank(scenario, layout_text: str | None = None, *, profile=None, anchors=None) -> tuple[float, np.ndarray]:
+    """(step seconds, peak bytes of each rank [world]) of one layout with all its ranks under the scenario's routing, each layer and
+    microbatch drawn anew. ValueError where it is illegal or has more than full.MAX_RANKS ranks."""
+    evaluator = _evaluator(scenario, profile, anchors)
+    layout = evaluator.legal(layout_text or scenario.layout)
+    return engine.run(full.full_program(evaluator, layout), spans=False).makespan, full.full_peaks(evaluator, layout)
 
 
 class _pool:

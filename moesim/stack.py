@@ -106,16 +106,6 @@ class Stack(BaseModel):
             values["sms"] = DEFAULT_SMS[values["dispatcher"]]
         return Layout(**values)
 
-    @property
-    def grad_reduce_overlap(self) -> bool:
-        """Whether gradient reduction runs under backward unless a run says otherwise."""
-        return "grad" in self.default_layout.overlap
-
-    @property
-    def param_gather_overlap(self) -> bool:
-        """Whether the parameter gather runs under the next forward unless a run says otherwise."""
-        return "param" in self.default_layout.overlap
-
     def waits(self, dispatcher: str, ep: int) -> int:
         """Device-to-host waits of one MoE layer's forward."""
         return self.host_waits[dispatcher] if ep > 1 else self.local_host_waits

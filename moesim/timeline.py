@@ -83,11 +83,6 @@ class Timeline:
         """Seconds in which the stream runs something."""
         return sum(span.end - span.start for span in self.lane(rank, stream))
 
-    def exposed_communication(self, rank: int) -> float:
-        """Seconds in which the compute stream idles while a communication task of the rank runs."""
-        gaps = [(start, end) for start, end, _ in _gaps(self.lane(rank, COMPUTE), self.makespan)]
-        return sum(end - start for a, b in gaps for start, end, span in _cover(a, b, self.communication(rank)) if span)
-
     def bubble(self, rank: int) -> float:
         """Seconds spent waiting for other ranks, by the rule of `breakdown`."""
         return breakdown(self, rank).get("bubble", 0.0)

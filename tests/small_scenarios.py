@@ -1,8 +1,22 @@
 """Scenarios for tests: cut models that exercise every kind of layer, on few GPUs, with random search axes."""
 
+from dataclasses import dataclass
+
 from moesim.evaluate import Evaluator
 from moesim.load import parse_scenario
 from moesim.space import enumerate_layouts
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What `moesim predict` takes from a simulator of one run."""
+
+    tokens_per_s_per_gpu: float
+    low: float
+    high: float
+    peak_bytes: float = 50e9
+    fits: bool = True
+
 
 MODELS = {
     # shared expert, leading dense layer, norm after the embedding

@@ -4,7 +4,6 @@ import csv
 import json
 import math
 import random
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -13,19 +12,11 @@ from calibration import baseline, metrics, score
 from calibration.folds import MEASUREMENTS, NUM_FOLDS, fold_of, format_folds, group_key, label_of, read_excluded, read_folds, splits
 from moesim.predict import predict, read_rows, write_predictions
 from moesim.runs import Run, parse_run, parse_runs
+from small_scenarios import Answer
 
 ROWS = read_rows(MEASUREMENTS / "published_runs.csv")
 BY_ID = {row["id"]: row for row in ROWS}
 RUNS = [run for run in parse_runs(ROWS) if isinstance(run, Run)]
-
-
-@dataclass(frozen=True)
-class Answer:
-    tokens_per_s_per_gpu: float
-    low: float
-    high: float
-    peak_bytes: float = 50e9
-    fits: bool = True
 
 
 def exact(factor=1.0):

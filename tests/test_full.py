@@ -1,10 +1,14 @@
 """Does one representative rank a stage stand for all of them? (Against every rank of a small world played.)"""
 
+import json
+
 import numpy as np
 import pytest
 from small_scenarios import MODELS, scenario
+from typer.testing import CliRunner
 
 from moesim import engine, paths
+from moesim.cli import app
 from moesim.evaluate import Evaluator
 from moesim.full import MAX_RANKS, full_peaks, full_program
 from moesim.layout import parse_layout
@@ -178,3 +182,19 @@ def test_too_many_ranks_are_refused_in_one_line():
         with pytest.raises(ValueError, match=f"at most {MAX_RANKS} GPUs, this layout has {2 * MAX_RANKS}") as error:
             ask(made, layout)
         assert "\n" not in str(error.value)
+
+
+def test_simulate_plays_every_rank_on_request(tmp_path):
+    """The JSON holds what the functions say; 72 GPUs are refused in one line, and so is a comparison."""
+    out = tmp_path / "one.json"
+    found = CliRunner().invoke(app, ["simulate", "olmo_core3_new", "--full", "--set", "workload.routing={kind: zipf, zipf_s: 1.0}", "--set", "workload.global_batch_tokens=524288",
+                "--layout", "dp8 ep8 zero1 mb2", "--json", str(out)])
+    assert found.exit_code == 0 and "every rank" in found.stdout
+    whole = json.loads(out.read_text())
+    every = whole["every_rank"]
+    assert every["step_s"] == pytest.approx(whole["step_s"], rel=TIME_ZIPF) and len(every["peak_bytes"]) == 8
+    assert max(every["peak_bytes"]) > min(every["peak_bytes"]) and max(every["peak_bytes"]) <= whole["peak_bytes"]
+    many = CliRunner().invoke(app, ["simulate", "olmo_core3_new", "--full", "--set", "cluster.num_nodes=9", "--set", "workload.global_batch_tokens=589824",
+               "--layout", "dp72 ep8 zero1 mb1"])
+    assert many.exit_code == 2 and "at most 64" in many.stderr and many.stderr.count("\n") == 1
+    assert CliRunner().invoke(app, ["simulate", "olmo_core3_old", "--against", "olmo_core3_new", "--full"]).exit_code == 2

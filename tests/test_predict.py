@@ -7,25 +7,16 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from moesim.predict import ASSUMPTION_SIGMA, COLUMNS, Z80, assumption_sigma, format_csv, predict, predict_row, read_rows, widen, write_predictions
 from moesim.runs import Run, parse_runs
+from small_scenarios import Answer
 
 FILE = Path(__file__).parent.parent / "calibration" / "measurements" / "published_runs.csv"
 ROWS = read_rows(FILE)
-
-
-@dataclass(frozen=True)
-class Answer:
-    tokens_per_s_per_gpu: float
-    low: float
-    high: float
-    peak_bytes: float = 50e9
-    fits: bool = True
 
 
 def third_of_peak(run):

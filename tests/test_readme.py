@@ -200,6 +200,19 @@ def test_shown_slow_commands_run_one_after_another(block, tmp_path):
         check(line, tmp_path)
 
 
+@pytest.mark.parametrize("block, command", [
+    ("output:begin", ["moesim", "plan", "olmo_core3_new", "--quiet"]), ("seeds:begin", ["calibration.seeds"]),
+])
+def test_shown_output_is_what_the_command_prints(block, command):
+    """Every line shown is a line printed; only the seconds a plan took may differ."""
+    shown = next(text for marker, text in fences("text") if marker.startswith(block))
+    run = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, env={**os.environ, "COLUMNS": "100"}, capture_output=True, text=True, check=True)
+    plain = lambda line: re.sub(r"; [\d.]+ s$", "", line.strip())  # noqa: E731
+    printed = {plain(line) for line in run.stdout.splitlines()}
+    lines = [plain(line) for line in shown.splitlines() if line.strip() not in ("", "...")]
+    assert len(lines) > 10 and not [line for line in lines if line not in printed]
+
+
 def test_every_command_is_shown():
     from moesim.cli import app
 

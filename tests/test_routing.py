@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from moesim.routing import ExpertLoad, distinct_groups, expert_load, inclusion, load_shares, rank_loads, read_histogram, sample_top_k, sampled_distinct_groups
+from moesim.routing import ExpertLoad, distinct_groups, expert_load, inclusion, load_shares, rank_loads, read_histogram
 
 
 def routing(kind="balanced", **fields):
@@ -313,28 +313,6 @@ def test_node_limited_router_reaches_nearly_all_it_looks_at():
     chosen = np.argsort(-scores.reshape(4000, -1), 1)[:, :8] // 32
     reached = np.mean([len(set(row)) for row in chosen.tolist()])
     assert reached == pytest.approx(3.96, abs=0.02) and distinct_groups(8, 256, 8, limit=4) == pytest.approx(reached, rel=0.02)
-
-
-def test_sampled_choice_has_the_shares_asked_for():
-    shares = inclusion(np.arange(1, 33.0) ** -1.5, 4) / 4
-    chosen = sample_top_k(shares, 4, 20_000, np.random.default_rng(0))
-    assert np.all(chosen.sum(1) == 4)
-    error = np.sqrt(4 * shares * (1 - 4 * shares) / 20_000)
-    assert np.all(np.abs(chosen.mean(0) - 4 * shares) < 5 * error + 1e-9)
-
-
-@pytest.mark.parametrize("groups", [2, 4, 8])
-def test_sampled_distinct_groups_without_skew(groups):
-    assert sampled_distinct_groups(np.full(256, 1 / 256), groups, 8) == pytest.approx(distinct_groups(groups, 256, 8), abs=4 / 4096**0.5)
-
-
-def test_sampled_distinct_groups_with_skew_equal_a_router():
-    weights = np.random.default_rng(3).permutation(np.arange(1, 65.0) ** -1.0)
-    routed = gumbel_top_k(weights, 6, 20_000, np.random.default_rng(4)) // 8
-    expected = np.mean([len(set(row)) for row in routed.tolist()])
-    got = sampled_distinct_groups(inclusion(weights, 6) / 6, 8, 6, num_tokens=20_000)
-    assert got == pytest.approx(expected, rel=0.02)
-    assert got < distinct_groups(8, 64, 6)
 
 
 @pytest.mark.parametrize("groups, top_k", [(3, 8), (0, 8), (512, 8), (8, 0), (8, 300)])
