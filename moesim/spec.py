@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from . import closed_form
 from .hardware import Bytes, ClusterSpec, Count, GpuSpec, Name, NumExperts, NumLayers, Positive, Price, Resource, Spec, Text, Tier, Tokens
+from .training import TrainSpec
 
 __all__ = [
     "ClusterSpec", "GpuSpec", "MemorySpec", "ModelSpec", "Price", "Resource", "RoutingSpec", "Scenario", "SearchSpec", "Spec", "Tier",
@@ -227,14 +228,15 @@ class Scenario(Spec):
     profile: Name | None = None  # None: the profile of the GPU
     memory: MemorySpec = MemorySpec()
     seed: Count = 0
+    train: TrainSpec = TrainSpec()  # read by the trainer alone
 
     @cached_property
     def hash(self) -> str:
         """First 16 hex digits of the SHA-256 of the scenario as canonical JSON: same question, same hash, on any machine.
 
-        What only explains (descriptions, sources) is left out.
+        What only explains (descriptions, sources) and what only the trainer reads is left out.
         """
-        text = json.dumps(_without_prose(self.model_dump(mode="json")), sort_keys=True, separators=(",", ":"))
+        text = json.dumps(_without_prose(self.model_dump(mode="json", exclude={"train"})), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property

@@ -25,7 +25,8 @@ PLUGINS = ("axes", "costs", "schedules")
 # build on one another. A package of plug-ins stands in one row; what its files import from each other is checked below.
 ROWS = {
     "0 ": "closed_form document files hardware huggingface units workers",
-    "1 ": "fields ops schedules site spec",
+    "1a": "fields ops schedules site training",
+    "1b": "spec",
     "2a": "block layout load program routing schema",
     "2b": "compiled fuse run_models sharing stack wiring",
     "2c": "run_fields timeline",
@@ -57,7 +58,7 @@ HOMES = {
     "scipy": {"calibration.fit", "moesim.profile"},
     "typer": {"moesim.cli", "calibration.__main__"},
     "rich": {"moesim.cli", "moesim.report"},
-    "pydantic": {f"moesim.{m}" for m in ("spec", "hardware", "fields", "load", "profile", "stack", "model_error", "coverage")},
+    "pydantic": {f"moesim.{m}" for m in ("spec", "hardware", "training", "fields", "load", "profile", "stack", "model_error", "coverage")},
     "pint": {"moesim.units"},
 }
 LAZY = {"pint", "plotly", "scipy"}
