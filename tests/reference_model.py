@@ -22,6 +22,10 @@ class Constants(NamedTuple):
 
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
+    embed_scale: float = 1.0  # what embedded tokens are multiplied by, before their norm if they have one
+
+
+DEFAULT = Constants()
 
 
 class Routing(NamedTuple):
@@ -42,7 +46,7 @@ class Result(NamedTuple):
 
 
 def shapes(spec) -> dict[str, tuple[int, ...]]:
-    """Every logical parameter of a model and its shape; the loss-free balancing bias (a buffer) among them."""
+    """Every logical parameter of a model and its shape; the loss-free balancing bias (a buffer) among them, used or not."""
     d, vocab = spec.hidden_size, spec.vocab_size
     found = {"embed.weight": (vocab, d)}
     if spec.embedding_norm:
@@ -117,12 +121,12 @@ def _is_gain(name: str) -> bool:
 # --- the model --------------------------------------------------------------------------------------------------------------
 
 
-def forward(params: Params, spec, tokens: Tensor, documents: Tensor | None = None, constants: Constants = Constants()) -> Tensor:
+def forward(params: Params, spec, tokens: Tensor, documents: Tensor | None = None, constants: Constants = DEFAULT) -> Tensor:
     """Logits (B, S, V) of tokens (B, S). `documents` (B, S): a token sees only tokens of its own document."""
     return run(params, spec, tokens, documents, constants).logits
 
 
-def run(params: Params, spec, tokens: Tensor, documents: Tensor | None = None, constants: Constants = Constants()) -> Result:
+def run(params: Params, spec, tokens: Tensor, documents: Tensor | None = None, constants: Constants = DEFAULT) -> Result:
     """The same with every router's decision."""
     documents = torch.zeros_like(tokens) if documents is None else documents
     rows = [_sequence(params, spec, t, doc, constants) for t, doc in zip(tokens, documents, strict=True)]
@@ -130,7 +134,7 @@ def run(params: Params, spec, tokens: Tensor, documents: Tensor | None = None, c
     return Result(torch.stack([logits for logits, _ in rows]), routings)
 
 
-def losses(params: Params, spec, tokens: Tensor, documents: Tensor | None = None, constants: Constants = Constants()) -> dict[str, Tensor]:
+def losses(params: Params, spec, tokens: Tensor, documents: Tensor | None = None, constants: Constants = DEFAULT) -> dict[str, Tensor]:
     """Auxiliary losses of every MoE layer over all tokens, without their coefficients: {"balance": (layers,), "z": (layers,)}."""
     routings = run(params, spec, tokens, documents, constants).routings
     balance = [balance_loss(r, spec.router) for r in routings]
@@ -157,22 +161,25 @@ def z_loss(logits: Tensor) -> Tensor:
 
 
 def _sequence(params: Params, spec, tokens: Tensor, documents: Tensor, constants: Constants) -> tuple[Tensor, list[Routing]]:
-    x = params["embed.weight"][tokens]
+    x = params["embed.weight"][tokens] * constants.embed_scale
     if spec.embedding_norm:
         x = _normed(params, "embed_norm", x, spec, constants)
     routings = []
     for i, kind in enumerate(spec.layer_kinds()):
-        layer = {name.removeprefix(f"layers.{i}."): p for name, p in params.items() if name.startswith(f"layers.{i}.")}
-        visible = _mask(documents, spec.window(i))
-        x = x + _branch(layer, "norm1", x, spec, constants, lambda y: _attention(layer, y, visible, spec, constants))
-        if kind == "dense":
-            x = x + _branch(layer, "norm2", x, spec, constants, lambda y: _mlp(layer, "mlp", y))
-        else:
-            change, routing = _moe(layer, x, spec, constants)
-            x = x + change
-            routings.append(routing)
+        prefix = f"layers.{i}."
+        own = {name.removeprefix(prefix): p for name, p in params.items() if name.startswith(prefix)}
+        x, routing = _layer(own, kind, x, _mask(documents, spec.window(i)), spec, constants)
+        routings += [routing] if routing else []
     x = _normed(params, "final_norm", x, spec, constants)
     return x @ params["embed.weight" if spec.tie_embeddings else "head.weight"].T, routings
+
+
+def _layer(layer: Params, kind: str, x: Tensor, visible: Tensor, spec, constants: Constants) -> tuple[Tensor, Routing | None]:
+    x = x + _branch(layer, "norm1", x, spec, constants, lambda y: _attention(layer, y, visible, spec, constants))
+    if kind == "dense":
+        return x + _branch(layer, "norm2", x, spec, constants, lambda y: _mlp(layer, "mlp", y)), None
+    change, routing = _moe(layer, x, spec, constants)
+    return x + change, routing
 
 
 def _branch(layer: Params, norm: str, x: Tensor, spec, constants: Constants, f) -> Tensor:
@@ -315,7 +322,8 @@ def route(layer: Params, x: Tensor, spec) -> Routing:
     """Which experts each token visits. The balancing bias moves the choice, never the weights."""
     logits = linear(layer, "moe.router", x)
     scores = logits.softmax(-1) if spec.router == "softmax" else logits.sigmoid()
-    chosen = torch.tensor([_choose(row, spec) for row in (scores + layer["moe.router.balance_bias"]).tolist()])
+    biased = scores + layer["moe.router.balance_bias"] if spec.score_correction_bias else scores
+    chosen = torch.tensor([_choose(row, spec) for row in biased.tolist()])
     weights = scores.gather(1, chosen)
     if spec.normalize_top_k:
         weights = weights / weights.sum(-1, keepdim=True)
