@@ -1,0 +1,80 @@
+"""Which experts does each token go to, and with which weights? (Learned top-k routing, and the modes that stand in for it.)
+
+Scores are softmax or sigmoid of FP32 logits. The balance bias (loss-free balancing, https://arxiv.org/abs/2408.15664) enters the
+choice only, never the weights. With groups, a group's score is the sum of its two best experts (https://arxiv.org/abs/2412.19437).
+Ties go to the lower expert number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moesim.spec import ModelSpec
+from moetrain import forced
+from moetrain.kernels import Backend
+from moetrain.kernels.reference import TINY
+from moetrain.layers import local
+from moetrain.params import Init, Traits, declare
+from moetrain.place import Place
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where T tokens go: ``weights`` [T, k] float32 with gradient, ``experts`` [T, k] int64, ``counts`` [E] int64 routes an expert
+    was asked to take. ``logits`` [T, E] are what the losses read."""
+
+    weights: torch.Tensor
+    experts: torch.Tensor
+    counts: torch.Tensor
+    logits: torch.Tensor
+
+    def part(self, rows: slice) -> Routing:
+        """The routing of some of the tokens."""
+        experts = self.experts[rows]
+        return Routing(self.weights[rows], experts, count(experts, self.counts.numel()), self.logits[rows])
+
+
+def count(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Routes to each expert, [E] int64."""
+    return torch.bincount(experts.flatten(), minlength=num_experts)
+
+
+def scores(logits: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
+    """What a router chooses by and weighs with, [T, E]."""
+    return logits.softmax(-1) if spec.router == "softmax" else logits.sigmoid()
+
+
+class Router(nn.Module):
+    """Logits, scores, choice and weights of one layer. ``mode`` learned | balanced | random | replay: the others keep the scores'
+    gradient path but choose without them."""
+
+    def __init__(self, spec: ModelSpec, layer: int, backend: Backend, mode: str = "learned", std: float = 0.02, record: forced.Record | None = None,
+                 use_bias: bool = False):
+        super().__init__()
+        self.spec, self.layer, self.backend = spec, layer, backend
+        self.mode, self.record, self.use_bias = mode, record, use_bias
+        declare(self, "weight", (spec.num_experts, spec.hidden_size), Traits("router", Init(std=std)))
+        self.bias = None
+        if spec.router_bias:
+            declare(self, "bias", (spec.num_experts,), Traits("router", Init("zeros")))
+        self.register_buffer("balance_bias", torch.zeros(spec.num_experts, dtype=torch.float32))
+
+    def forward(self, x: torch.Tensor, where: Place, ids: torch.Tensor) -> Routing:
+        """x [T, d], ids [T] token numbers in the run."""
+        spec = self.spec
+        bias = None if self.bias is None else local(self.bias).float()
+        logits = F.linear(x.float(), local(self.weight).float(), bias)
+        if self.mode == "learned":
+            weights, experts, counts = self.backend.route(
+                logits, spec.top_k, self.balance_bias if self.use_bias else None, score=spec.router, num_groups=spec.num_expert_groups,
+                top_k_groups=spec.top_k_groups, normalize=spec.normalize_top_k, scale=spec.routed_scale)
+            return Routing(weights, experts.long(), counts.long(), logits)
+        experts = forced.choose(self.mode, ids, self.layer, where.step, spec.num_experts, spec.top_k, self.record)
+        weights = scores(logits, spec).gather(-1, experts)
+        if spec.normalize_top_k:
+            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+        return Routing(weights * spec.routed_scale, experts, count(experts, spec.num_experts), logits)
