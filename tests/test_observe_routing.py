@@ -7,7 +7,7 @@ import torch
 from moesim.routing import expert_load, load_shares, read_histogram
 from moesim.spec import RoutingSpec
 from moetrain.observe.balance import max_over_mean, rank_rows
-from moetrain.observe.routing_log import RoutingRecorder, counts_of_ids, read_ids, read_rows, write_histogram
+from moetrain.observe.routing_log import RoutingRecorder, counts_of_ids, read_ids, read_rows, write_histogram, write_replay
 
 E, K, T, LAYERS = 8, 2, 64, (1, 2, 3)
 
@@ -72,6 +72,21 @@ def test_the_planner_replays_a_recorded_histogram(tmp_path):
     assert np.allclose(load_shares("histogram", E, K, file=path, num_layers=3)[0], total / total.sum(1, keepdims=True))
     load = expert_load(RoutingSpec(kind="histogram", file=path), E, K, T, 4, 3, 1)
     assert load.max_over_mean_rank == pytest.approx(max_over_mean(rank_rows(total, 4)).mean()) and load.drop_fraction == 0
+
+
+def test_the_trainer_replays_recorded_ids_and_rows(tmp_path):
+    """The file is what the forced router reads: the same experts token by token, or the same shares."""
+    from moetrain.forced import Record, choose
+
+    record(tmp_path, ids_every=1, steps=[1])
+    _, layers, ids = read_ids(*tmp_path.glob("ids-*.npz"))
+    write_replay(tmp_path / "ids.safetensors", layers.tolist(), ids=ids)
+    replayed = choose("replay", torch.arange(2 * T), 2, 0, E, K, Record.read(tmp_path / "ids.safetensors"))
+    assert np.array_equal(replayed.numpy(), ids[1])
+    write_replay(tmp_path / "rows.safetensors", layers.tolist(), requested=counts_of_ids(ids, E))
+    assert np.array_equal(Record.read(tmp_path / "rows.safetensors").counts[3].numpy(), counts_of_ids(ids, E)[2])
+    with pytest.raises(ValueError, match="either ids or requested"):
+        write_replay(tmp_path / "x", [1])
 
 
 def test_lost_or_double_counted_rows_are_refused(tmp_path):

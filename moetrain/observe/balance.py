@@ -83,9 +83,12 @@ def layer_figures(requested: np.ndarray, kept: np.ndarray | None, ep: int) -> di
     }  # fmt: skip
 
 
-def summarise(requested: np.ndarray, kept: np.ndarray | None = None, ep: int = 1, **mode: Any) -> Balance:
-    """The Balance of one step from rows [L, E]; ``mode``: routing, capacity_factor, capacity_scope."""
+def summarise(requested: np.ndarray, kept: np.ndarray | None = None, ep: int = 1, rank_ratio: np.ndarray | None = None, **mode: Any) -> Balance:
+    """The Balance of one step from rows [L, E]. rank_ratio [L]: max/mean rows of ranks where they were measured by microbatch,
+    which is what time follows (rows summed over a step look more even). ``mode``: routing, capacity_factor, capacity_scope."""
     figures = layer_figures(requested, kept, ep)
+    if rank_ratio is not None:
+        figures["max_over_mean_rank"] = np.asarray(rank_ratio, dtype=np.float64)
     means = {name: float(values.mean()) for name, values in figures.items()}
     worst = {f"worst_{short}": float(values.max()) for short, values in zip(("rank", "expert", "entropy", "drop"), figures.values(), strict=True)}
     rows = {"requested_rows": int(np.sum(requested)), "kept_rows": int(np.sum(requested if kept is None else kept))}

@@ -7,7 +7,8 @@ Two kinds of file a rank, both numpy archives (.npz, compressed, no pickles), wr
 * ids-rank00000-step00000020.npz: schema, step, layers [L], ids [L, T, k] as uint16: the experts of each of the rank's T tokens of
   the step, best first, microbatches in order. 2*T*k bytes a layer before compression.
 
-`write_histogram` turns rows into the text file of the planner's routing kind "histogram"; `read_ids` feeds a trainer's replay.
+`write_histogram` turns rows into the text file of the planner's routing kind "histogram"; `write_replay` turns rows or ids into the
+safetensors file that the trainer's routing mode "replay" plays: layer.<i> [T, k] or layer.<i>.counts [E].
 Letters of shapes: S steps, L MoE layers, E experts, T tokens, k choices.
 """
 
@@ -17,10 +18,10 @@ import json
 import os
 import tempfile
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -137,11 +138,16 @@ def check_rows(layers: Sequence[int], requested: np.ndarray, kept: np.ndarray, e
 
 
 def _save(path: Path, **arrays: np.ndarray) -> None:
+    _publish(path, lambda file: np.savez_compressed(file, **arrays))
+
+
+def _publish(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
+    """A binary file, whole or not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
-            np.savez_compressed(file, **arrays)
+            write(file)
         os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:
@@ -218,3 +224,17 @@ def write_histogram(requested: np.ndarray, path: str | Path) -> None:
     write_atomically(path, json.dumps({"layers": counts.tolist()}))
     if not np.array_equal(read_histogram(str(path)), counts):
         raise AssertionError(f"{path}: does not read back")
+
+
+def write_replay(path: str | Path, layers: Sequence[int], *, ids: np.ndarray | None = None, requested: np.ndarray | None = None) -> None:
+    """A record for `train.moe.replay`: ids [L, T, k], played token by token, or requested rows [L, E], played in proportion."""
+    from safetensors.numpy import save
+
+    if (ids is None) == (requested is None):
+        raise ValueError("replay: give either ids or requested rows")
+    table = np.asarray(requested if ids is None else ids, np.int64)
+    if table.ndim != (2 if ids is None else 3) or len(table) != len(layers):
+        raise ValueError(f"replay: a table of {table.shape} for {len(layers)} layers")
+    suffix = ".counts" if ids is None else ""
+    content = save({f"layer.{layer}{suffix}": np.ascontiguousarray(rows) for layer, rows in zip(layers, table, strict=True)})
+    _publish(Path(path), lambda file: file.write(content))
