@@ -21,6 +21,9 @@ MAX_CONFIG_BYTES = 10_000_000
 THETA = {"mixtral": 1_000_000.0}
 NORM_EPS = {"mixtral": 1e-5, "olmoe": 1e-5, "olmo3moe": 1e-5}
 
+# Names that transformers 5 writes for a class's own: (model_type, its name) -> the published one.
+ALIASES = {("qwen3_moe", "num_local_experts"): "num_experts"}
+
 # Features of the known layouts that no spec describes, and the values at which they do nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -44,6 +47,7 @@ def read_config(folder: str | Path) -> Imported:
     kind = str(config.get("model_type"))[:60]
     if kind not in FORMS:
         raise ValueError(f"{path}: model_type '{kind}' has no known layout; known: {', '.join(FORMS)}")
+    config |= {new: config[old] for (of, old), new in ALIASES.items() if of == kind and old in config and new not in config}
     for key, legal in NEUTRAL.items():
         if config.get(key, legal[0]) not in legal and not (key == "rope_scaling" and _is_default_rope(config[key])):
             raise ValueError(f"{path}: '{key}' {config[key]!r:.60} is not supported; {' or '.join(map(repr, legal))} is")
