@@ -210,7 +210,8 @@ KINDS = ["shards", "uniform", "zipf"]
 def test_ranks_and_microbatches_make_up_the_global_batch(folders, kind, size, micro):
     whole = make(kind, folders)
     for step in (0, 1, 57):
-        pieces = [m for r in range(size) for m in make(kind, folders, rank=r, size=size, micro=micro).batch(step).split(12 // size // micro)]
+        ranks = [make(kind, folders, rank=r, size=size, micro=micro) for r in range(size)]
+        pieces = [piece for rank in ranks for piece in rank.batch(step).split(rank.part.num_microbatches)]
         assert all(p.num_sequences == micro for p in pieces)
         together = Batch(*(torch.cat([getattr(p, n) for p in pieces]) for n in ("tokens", "labels", "documents")))
         assert same(together, whole.batch(step))

@@ -142,4 +142,4 @@ def _check_tokenizers(sets: list[ShardSet]) -> None:
     known = {s.index.tokenizer_sha256: s.folder for s in sets if s.index.tokenizer_sha256}
     if len(known) > 1:
         (hash_a, a), (hash_b, b), *_ = known.items()
-        raise ValueError(f"{a} and {b} were tokenised differently (tokenizers {hash_a[:12]} and {hash_b[:12]}); build both with one tokenizer")
+        raise ValueError(f"{a} and {b} hold ids of two tokenizers ({hash_a[:12]} and {hash_b[:12]}); build both with one")
