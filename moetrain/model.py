@@ -93,13 +93,11 @@ class EmbeddingBlock(nn.Module):
 class Head(nn.Module):
     """Final norm, vocabulary projection and loss. FSDP2 wraps it. A tied head reads the embedding's weight."""
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, options: ModelOptions, tied: Embedding | None):
+    def __init__(self, spec: ModelSpec, mesh: Mesh, options: ModelOptions):
         super().__init__()
         self.tp, self.options = mesh["tp"], options
         self.norm = RMSNorm(spec.hidden_size, eps=options.norm_eps)
         self.out = Linear(spec.hidden_size, spec.vocab_size, "head", "column", std=options.init_std)
-        if tied is not None:
-            self.out.weight = tied.weight
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
         """[B, S/(cp*tp), d] -> [cross entropy, z-loss] of the microbatch over the tokens of the step, or, without labels, logits
@@ -127,8 +125,13 @@ class Stage(nn.Module):
         self.is_first, self.is_last = ends
         self.embedding = EmbeddingBlock(spec, mesh, options) if self.is_first else None
         self.layers = nn.ModuleDict({str(i): Layer(spec, i, kinds[i], mesh, options, moe, recompute, statistics) for i in layers})
-        tied = self.embedding.embed if spec.tie_embeddings and self.embedding is not None else None
-        self.head = Head(spec, mesh, options, tied) if self.is_last else None
+        self.head = Head(spec, mesh, options) if self.is_last else None
+        self.tie()
+
+    def tie(self) -> None:
+        """One weight for embedding and head, where the model wants that and this stage has both."""
+        if self.spec.tie_embeddings and self.embedding is not None and self.head is not None:
+            self.head.out.weight = self.embedding.embed.weight
 
     def forward(self, x: torch.Tensor, where: Place, labels: torch.Tensor | None = None) -> torch.Tensor:
         """Ids [B, S/cp] (first stage) or hidden [B, S/(cp*tp), d] -> hidden, or what Head gives."""

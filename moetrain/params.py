@@ -84,6 +84,7 @@ def rows_of(name: str, shape: tuple[int, ...], init: Init, seed: int, start: int
 def materialise(part: nn.Module, device: torch.device, seed: int) -> None:
     """Memory for a model part on the meta device, and the seed's initial values in it. Buffers start at zero."""
     part.to_empty(device=device)
+    part.tie()  # to_empty gives each name memory of its own
     for name, parameter, traits in logical(part):
         _fill(part.logical_name(name), parameter, traits.init, seed)
     for buffer in part.buffers():

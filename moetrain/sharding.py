@@ -198,6 +198,13 @@ def named_parameters(parts: Iterable[Stage]) -> Iterator[tuple[str, nn.Parameter
             yield part.logical_name(name), parameter
 
 
+def once(parts: list[Stage]) -> Iterator[tuple[str, nn.Parameter]]:
+    """As `named_parameters`, without the second copy of a tied embedding: what counts in the gradient norm."""
+    copies = {id(p) for p in tied_copies(parts)}
+    first = {id(part.embedding.embed.weight) for part in parts if part.embedding is not None}
+    yield from ((name, p) for name, p in named_parameters(parts) if id(p) not in copies or id(p) in first)
+
+
 def ends_communicator(mesh: Mesh, spec, stages: int) -> Communicator | None:
     """First and last pipeline rank of this rank's column, where a tied embedding lies on both. A collective call on all ranks."""
     layout = mesh.layout

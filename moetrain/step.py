@@ -14,6 +14,8 @@ from moetrain import sharding
 from moetrain.build import Job
 from moetrain.collectives import all_reduce_
 from moetrain.data.batch import Batch
+from moetrain.data.stream import AnyLoader
+from moetrain.loss import IGNORED
 from moetrain.place import Place, place
 
 
@@ -26,16 +28,19 @@ class Microbatch:
     where: Place
 
 
-def cut(batch: Batch, job: Job, step: int) -> list[Microbatch]:
-    """This rank's microbatches of its data-parallel share of the step: [dp share] -> num_microbatches x [mb, S/cp]."""
+def cut(batch: Batch, job: Job, step: int, first_sample: int | None = None,
+        num_microbatches: int | None = None) -> list[Microbatch]:
+    """This rank's microbatches of its data-parallel share of the step: [dp share] -> num_microbatches x [mb, S/cp]. ``first_sample``:
+    number in the run of the step's first sequence (None: as if every step had been of this size)."""
     mesh, workload = job.mesh, job.scenario.workload
     dp, cp = mesh["dp"], mesh["cp"]
     rows = batch.num_sequences
-    first = (step * dp.size + dp.rank) * rows
+    first = (step * dp.size * rows if first_sample is None else first_sample) + dp.rank * rows
     samples = torch.arange(first, first + rows, device=batch.tokens.device)
     masked = job.scenario.train.data.mask_documents
+    count = num_microbatches or job.num_microbatches
     parts = []
-    for part, numbers in zip(batch.split(job.num_microbatches), samples.split(rows // job.num_microbatches)):
+    for part, numbers in zip(batch.split(count), samples.split(rows // count)):
         where = place(part.documents if masked else None, numbers, workload.seq_len, cp.size, cp.rank, step)
         parts.append(Microbatch(part.tokens[:, where.positions], part.labels[:, where.positions], where))
     return parts
@@ -58,3 +63,34 @@ def reduce_loss(job: Job, losses: torch.Tensor) -> torch.Tensor:
     """[cross entropy, z-loss] of the whole step, on every rank. Ranks of one tp group saw the same tokens."""
     mesh = job.mesh
     return all_reduce_(losses / mesh["tp"].size, mesh["world"], "loss_reduce", phase="step")
+
+
+@torch.no_grad()
+def evaluate(job: Job, microbatches: Sequence[Microbatch]) -> torch.Tensor:
+    """Sum of the cross entropy over this rank's labels (ranks of one tp group have the same tokens); routing is not counted."""
+    (part,) = job.parts
+    total = torch.zeros((), dtype=torch.float64, device=job.device)
+    was, job.statistics.on = job.statistics.on, False
+    try:
+        for m in microbatches:
+            total += part(m.tokens, m.where, m.labels)[0].double()
+    finally:
+        job.statistics.on = was
+    return total * job.scenario.workload.global_batch_tokens
+
+
+def validation_loss(job: Job, loader: AnyLoader, sequences: int | None) -> float:
+    """Mean cross entropy a token of the first ``sequences`` validation sequences, the same on every rank. A collective call."""
+    totals = torch.zeros(2, dtype=torch.float64, device=job.device)
+    for batch in loader.validation(sequences):
+        (m,) = cut(batch.to(job.device), job, 0, 0, num_microbatches=1)
+        totals += torch.stack([evaluate(job, [m]), (m.labels != IGNORED).sum().double()])
+    return _mean(job, totals)
+
+
+def _mean(job: Job, totals: torch.Tensor) -> float:
+    """[sum, count] over the ranks that saw different tokens."""
+    # Under a pipeline only the last stage has a loss, and every stage the same labels.
+    totals[1] /= job.mesh["pp"].size
+    total, number = all_reduce_(totals, job.mesh["world"], "validation", phase="step").tolist()
+    return total / max(1.0, number)

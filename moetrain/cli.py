@@ -1,0 +1,154 @@
+"""Which commands does a person type to train? (train | data | bench | checkpoints | export | manifest: inputs and outputs only.)
+
+Exit codes: 0 done; 2 bad input, one line on stderr and nothing written; 70 a rank hung and was ended; 130/143 interrupted, state saved.
+Every option of a run stands in its scenario's `train:` block, none in the environment.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any, NoReturn, Optional
+
+import typer
+
+BAD_INPUT = 2
+
+app = typer.Typer(
+    name="moetrain",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="""Train a mixture-of-experts model: the scenario and layout that moesim plans with, on the GPUs (or cores) that are here.
+
+Start here, on any machine:
+
+  A small corpus of real text, from files that every Python has:
+    moetrain data corpus data/quickstart
+
+  Five minutes of training on one process, then the same on two:
+    moetrain train quickstart
+    moetrain train quickstart --nproc 2 --layout "dp2 ep2 zero1 mb4" --set train.log.folder=runs/two
+
+  What was trained, and is the record whole?
+    moetrain manifest show runs/quickstart
+    moetrain manifest verify runs/quickstart
+
+A run resumes by itself from the newest good checkpoint in its folder, on any layout and number of ranks.""",
+)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    _mount()
+    app()
+
+
+def _mount() -> None:
+    """Sub-commands of other files; each needs no torch to print its help."""
+    try:
+        from moetrain.data.cli import data
+        from moetrain.export.cli import add_commands as add_export
+        from moetrain.observe.cli import add_commands as add_manifest
+    except ModuleNotFoundError as error:
+        fail(f"{error.name} is not installed; the trainer needs `pip install 'moesim[train]'`")
+    app.add_typer(data, name="data")
+    add_export(app)
+    add_manifest(app)
+
+
+def guarded(command: Callable[..., int | None]) -> Callable[..., None]:
+    """What a person did wrong becomes one line and exit code 2; a fault of ours keeps its traceback."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            code = command(*args, **kwargs)
+        except OSError as error:
+            fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+        except ValueError as error:
+            fail(str(error))
+        raise typer.Exit(code or 0)
+
+    return run
+
+
+def fail(message: str) -> NoReturn:
+    """One line on stderr (from the first rank only), exit code 2."""
+    if os.environ.get("RANK", "0") == "0":
+        line = " ".join("".join(c if c.isprintable() else " " for c in message).split())
+        typer.echo(f"moetrain: {line}", err=True)
+    raise typer.Exit(BAD_INPUT) from None
+
+
+Config = Annotated[str, typer.Argument(metavar="CONFIG", help="Scenario YAML, or the name of a shipped one.", show_default=False)]
+Sets = Annotated[Optional[list[str]], typer.Option("--set", metavar="KEY=VALUE", help="Change one value, such as train.steps=20; may be repeated.", show_default=False)]
+LayoutText = Annotated[Optional[str], typer.Option("--layout", metavar="LAYOUT", help="Layout text; dp is what is left of the ranks where it is not named.",
+                                                   show_default="the scenario's")]
+
+
+@app.command("train")
+@guarded
+def train_command(
+    config: Config,
+    layout: LayoutText = None,
+    sets: Sets = None,
+    nproc: Annotated[Optional[int], typer.Option("--nproc", min=1, metavar="N", help="Start N processes here through torchrun.", show_default=False)] = None,
+    max_restarts: Annotated[int, typer.Option("--max-restarts", min=0, help="With --nproc: restarts after a process dies.")] = 3,
+    init_from: Annotated[Optional[str], typer.Option("--init-from", metavar="DIR", help="Start from Hugging Face weights.", show_default=False)] = None,
+) -> int:
+    """Train CONFIG on this machine, or as one rank of a torchrun job.
+
+    Examples:
+
+      moetrain train quickstart --set train.steps=20
+      torchrun --nproc-per-node 8 -m moetrain train olmo_core3_new --set model.num_experts=8
+    """
+    from moesim.load import load_scenario
+
+    scenario = load_scenario(config, sets or ())
+    if nproc is not None:
+        return _launch(nproc, max_restarts)
+    from moetrain import distributed
+    from moetrain.session import run_training
+
+    seat = distributed.take_seat(scenario.train.device)
+    try:
+        return run_training(scenario, layout, seat, init_from)
+    finally:
+        distributed.leave()
+
+
+def _launch(nproc: int, max_restarts: int) -> int:
+    """This command again under torchrun. Never returns when it can start."""
+    arguments, words = [], iter(sys.argv[1:])
+    for word in words:
+        if word in ("--nproc", "--max-restarts"):
+            next(words, None)
+        elif not word.startswith(("--nproc=", "--max-restarts=")):
+            arguments.append(word)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", f"--max-restarts={max_restarts}",
+               "-m", "moetrain", *arguments]
+    # Without it restarted gloo ranks meet the addresses of the dead ones in the agent's store.
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    sys.stdout.flush()
+    os.execvpe(command[0], command, environment)
+
+
+@app.command("checkpoints")
+@guarded
+def checkpoints_command(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A folder of checkpoints, or one of them.", show_default=False)],
+    verify: Annotated[bool, typer.Option("--verify", help="Hash every file again.")] = False,
+) -> int:
+    """List checkpoints: step, size, layout, whether each is whole."""
+    from moetrain.checkpoint import describe
+
+    typer.echo(describe(folder, verify))
+    return 0

@@ -1,0 +1,59 @@
+"""Who am I among the processes of this run, and on which device? (torchrun's variables, NCCL on GPUs, gloo elsewhere.)"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Seat:
+    """This process's rank among ``world``, its device, and how often torchrun has restarted the job."""
+
+    rank: int
+    world: int
+    device: torch.device
+    restarts: int = 0
+
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+
+
+def choose_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device that ``train.device`` means here. ValueError for CUDA where there is none."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("train.device: cuda, but torch sees no CUDA device here; use auto or cpu")
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank)
+
+
+def take_seat(device: str = "auto", timeout_s: float = 1800.0) -> Seat:
+    """Joins the process group that torchrun describes, or makes one of a single process."""
+    world, rank, local = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
+    chosen = choose_device(device, local)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+        here = {} if "MASTER_ADDR" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **here)
+    return Seat(rank, world, chosen, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))
+
+
+def leave() -> None:
+    """Ends the process group, where there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def make_deterministic(on: bool) -> None:
+    """torch's deterministic algorithms, or an error where one has none; no effect on what is deterministic already."""
+    torch.use_deterministic_algorithms(on)
+    if torch.cuda.is_available():
+        torch.backends.cudnn.benchmark = not on

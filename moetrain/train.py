@@ -1,0 +1,306 @@
+"""How does a run go from its first step to its last, through validation, checkpoints, skips, signals and restarts?
+
+Every rank runs this. What a step decides (skip, stop) follows from numbers that were reduced over all ranks, so all decide alike.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moesim.layout import Layout
+from moesim.spec import Scenario
+from moetrain import sharding, state, step
+from moetrain.balance import update_bias
+from moetrain.build import Job, layout_of, make_job, make_optimizer
+from moetrain.checkpoint import Checkpointer
+from moetrain.collectives import all_reduce_
+from moetrain.data.loader import open_loader
+from moetrain.data.stream import AnyLoader
+from moetrain.distributed import Seat, make_deterministic
+from moetrain.observe import balance as balances
+from moetrain.observe.flops import step_flops, utilisation
+from moetrain.observe.log import RunLog
+from moetrain.observe.memory import ledger, start_peak, static_bytes
+from moetrain.observe.metrics import StepRecord
+from moetrain.observe.peaks import Peaks, peaks
+from moetrain.observe.profiler import ProfileWindow
+from moetrain.observe.routing_log import RoutingRecorder
+from moetrain.observe.trace import SpanRecorder
+from moetrain.optim import Schedule, SkipGuard, clip_, grad_norm, set_lr, stage_copies
+from moetrain.statistics import LayerLoad
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass
+class Run:
+    """All that one rank's loop needs. ``done`` steps have been taken."""
+
+    scenario: Scenario
+    job: Job
+    seat: Seat
+    folder: Path
+    loader: AnyLoader
+    optimizer: Any
+    schedule: Schedule
+    guard: SkipGuard
+    log: RunLog
+    checkpoints: Checkpointer
+    peaks: Peaks
+    spans: SpanRecorder
+    profile: ProfileWindow | None
+    recorder: RoutingRecorder | None
+    done: int = 0
+    stop: bool = False
+    losses: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> Layout:
+        return self.job.layout
+
+    def named(self):
+        return sharding.named_parameters(self.job.parts)
+
+
+def run_folder(scenario: Scenario) -> Path:
+    """Where the run's files go."""
+    return Path(scenario.train.log.folder.replace("{name}", scenario.name))
+
+
+def prepare(scenario: Scenario, layout_text: str | None, seat: Seat) -> Run:
+    """Model, data, optimizer, log and checkpoints of this rank, resumed where there is something to resume. ValueError in one line
+    for what can't run, before anything is written."""
+    train = scenario.train
+    layout = layout_of(scenario, layout_text, seat.world)
+    make_deterministic(train.deterministic)
+    schedule = schedule_of(scenario)
+    job = make_job(scenario, layout, seat.device)
+    loader = loader_of(scenario, job)
+    folder = run_folder(scenario)
+    checkpoints = Checkpointer(Path(train.checkpoint.folder) if train.checkpoint.folder else folder / "checkpoints", keep=train.checkpoint.keep,
+                               asynchronous=train.checkpoint.asynchronous)
+    optimizer = make_optimizer(job)
+    skip = train.optimizer.skip
+    guard = SkipGuard(skip.window, skip.sigma if skip.enabled else None, skip.max_consecutive)
+    restored = state.resume(checkpoints, train.checkpoint.resume, job, optimizer, loader, guard)
+    log = RunLog(folder, total=train.steps, every=train.log.every, tensorboard=train.log.tensorboard,
+                 from_step=restored.step if restored else 0, rank=seat.rank)
+    checkpoints.log = log.warn
+    for note in restored.notes if restored else ():
+        log.note(note)
+    first, last = train.log.spans or (0, 0)
+    profile = ProfileWindow(folder / "profile", seat.rank, *train.log.profile) if train.log.profile else None
+    return Run(scenario, job, seat, folder, loader, optimizer, schedule, guard, log, checkpoints, peaks(seat.device_name, layout.precision),
+               SpanRecorder(folder / "spans", seat.rank, first, last, seat.device), profile, _recorder(scenario, job, folder, seat),
+               done=restored.step if restored else 0)
+
+
+def schedule_of(scenario: Scenario) -> Schedule:
+    o = scenario.train.optimizer
+    return Schedule(scenario.train.steps, o.schedule, o.warmup_steps, o.decay_steps, o.min_lr_ratio)
+
+
+def loader_of(scenario: Scenario, job: Job) -> AnyLoader:
+    """Batches of this rank's data-parallel share."""
+    w, dp = scenario.workload, job.mesh["dp"]
+    seed = scenario.seed if scenario.train.seed is None else scenario.train.seed
+    return open_loader(scenario.train.data, vocab_size=scenario.model.vocab_size, seq_len=w.seq_len, dp_rank=dp.rank, dp_size=dp.size,
+                       global_batch_sequences=w.global_batch_tokens // w.seq_len, micro_batch=job.layout.mb, seed=seed,
+                       pin=job.device.type == "cuda")
+
+
+def _recorder(scenario: Scenario, job: Job, folder: Path, seat: Seat) -> RoutingRecorder | None:
+    """Histograms of the layers that this rank's stage holds, written by the first rank of the stage (counts are summed over it)."""
+    layers = [layer.index for part in job.parts for layer in part.layers.values() if layer.moe is not None]
+    if scenario.train.moe.record is None or not layers or job.mesh["data"].rank:
+        return None
+    return RoutingRecorder(scenario.train.moe.record, seat.rank, layers, scenario.model.num_experts, scenario.model.top_k)
+
+
+# --- the loop -------------------------------------------------------------------------------------------------------------------
+
+
+def train(run: Run) -> int:
+    """Steps until the run is done or told to stop; the exit code."""
+    code = 0
+
+    def on_signal(number: int, frame: object) -> None:
+        nonlocal code
+        code, run.stop = 128 + number, True
+
+    before = {s: signal.signal(s, on_signal) for s in SIGNALS}
+    try:
+        _loop(run)
+        finish(run)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        run.log.close()
+        run.loader.close()
+    return code
+
+
+def _loop(run: Run) -> None:
+    every, validation = run.scenario.train.checkpoint.every, run.scenario.train.data.validation
+    while run.done < run.scenario.train.steps and not run.stop:
+        also = []
+        number = run.done + 1
+        if every and number % every == 0 and number < run.scenario.train.steps:
+            also.append("checkpoint")
+        if validation.path and number % validation.every == 0:
+            also.append("validation")
+        one_step(run, also)
+        if "validation" in also:
+            validate(run)
+        if "checkpoint" in also and not run.stop:
+            save(run)
+        failure = run.checkpoints.poll()
+        if failure:
+            run.log.warn(failure)
+
+
+def finish(run: Run) -> None:
+    """The last checkpoint, and everything on disk."""
+    if run.done and run.scenario.train.checkpoint.every >= 0:
+        save(run)
+    run.checkpoints.wait()
+    for part in (run.spans, run.profile):
+        if part is not None:
+            part.close()
+    if run.recorder is not None:
+        run.recorder.flush()
+    run.log.event("end", step=run.done, **run.losses)
+
+
+def one_step(run: Run, also: list[str]) -> None:
+    """One step of the optimizer, or its skip."""
+    number = run.done + 1
+    begin = time.perf_counter()
+    base = start_peak(run.job.device)
+    held = static_bytes(run.job.parts, [run.optimizer]).total
+    run.spans.begin_step(number)
+    if run.profile is not None:
+        run.profile.begin_step(number)
+    batch = run.loader.batch(run.done).to(run.job.device)
+    microbatches = step.cut(batch, run.job, run.done, run.loader.first_sample(run.done))
+    with run.spans.span("forward_backward", "forward_backward"):
+        losses = step.forward_backward(run.job, microbatches)
+    stopping = torch.tensor([float(run.stop)], dtype=losses.dtype, device=losses.device)
+    cross, z, stopping = step.reduce_loss(run.job, torch.cat([losses, stopping])).tolist()
+    run.stop = stopping > 0
+    loads = run.job.statistics.collect(run.job.mesh["data"])
+    norm, lr, skipped = update(run, number, cross)
+    balance_biases(run, loads, skipped)
+    record = measure(run, number, loads, base, held, {"cross": cross, "z": z, "norm": norm, "lr": lr}, skipped, also, begin)
+    run.spans.end_step()
+    if run.profile is not None and (file := run.profile.end_step(number)):
+        run.log.event("profile", step=number, file=str(file))
+    run.done = number
+    run.log.step(record, {i: load.requested.numpy() for i, load in loads.items()})
+
+
+def update(run: Run, number: int, loss: float) -> tuple[float, float, str | None]:
+    """(gradient norm, learning rate, why the step was skipped or None). The update itself, unless it is skipped."""
+    mesh, train = run.job.mesh, run.scenario.train.optimizer
+    data = run.layout.world // run.layout.pp
+    with run.spans.span("grad_norm", "grad_norm"):
+        total = grad_norm([sharding.once(run.job.parts)], lambda t: all_reduce_(t, mesh["world"], "grad_norm", phase="step"), stage_copies(data),
+                          run.job.device)
+    norm = float(total)
+    lr = train.lr * run.schedule.factor(number - 1)
+    verdict = run.guard.judge(number, loss, norm)
+    with run.spans.span("optimizer", "optimizer"):
+        if not verdict.skip:
+            if train.clip:
+                clip_([run.named()], total, train.clip)
+            set_lr(run.optimizer, lr)
+            run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=True)
+    sharding.gather_early(run.job.parts, run.layout)
+    if verdict.skip:
+        run.log.event("skip", step=number, reason=verdict.reason)
+    return norm, lr, verdict.reason or None
+
+
+def balance_biases(run: Run, loads: dict[int, LayerLoad], skipped: str | None) -> None:
+    """Loss-free balancing: the selection biases move by the step's counts; not in a step that is skipped."""
+    rate = run.scenario.train.moe.bias_rate
+    if not rate or skipped:
+        return
+    for part in run.job.parts:
+        for layer in part.layers.values():
+            if layer.moe is not None and layer.index in loads:
+                bias = layer.moe.router.balance_bias
+                update_bias(bias, loads[layer.index].requested.to(bias.device), rate)
+
+
+def measure(run: Run, number: int, loads: dict[int, LayerLoad], base, held: int, values: dict[str, float], skipped: str | None, also: list[str],
+            begin: float) -> StepRecord:
+    """The step's record: the same numbers on every rank but for what only rank 0 writes."""
+    job, scenario, workload = run.job, run.scenario, run.scenario.workload
+    if job.device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - begin
+    memory = ledger(static_bytes(job.parts, [run.optimizer]), job.device, base, run.seat.rank, held)
+    if run.recorder is not None:
+        for i, load in loads.items():
+            run.recorder.add(i, load.requested.numpy(), load.kept.numpy())
+        run.recorder.end_step(number)
+    loads = state.all_layers(job, loads)
+    losses = {"balance": sum(load.balance_loss for load in loads.values()), "router_z": sum(load.z_loss for load in loads.values()), "z": values["z"]}
+    run.losses = {"loss": values["cross"]}
+    dropped = sum(load.dropped for load in loads.values())
+    flops = step_flops(scenario.model, tokens=workload.global_batch_tokens, seq_len=workload.seq_len, recompute=run.layout.recompute, dropped_rows=dropped)
+    if run.profile is not None and run.profile.profiled(number):
+        also = [*also, "profile"]
+    return StepRecord(
+        number, seconds, workload.global_batch_tokens, run.seat.world, values["cross"], {k: v for k, v in losses.items() if v}, values["norm"], values["lr"],
+        skipped, *_balance(run, loads), flops, utilisation(flops, seconds, run.seat.world, run.peaks), memory.fields(), run.loader.data_wait_s,
+        tuple(also), time=time.time())
+
+
+def _balance(run: Run, loads: dict[int, LayerLoad]) -> tuple[Any, dict[str, dict[str, float]]]:
+    """(balance of the step, figures by layer)."""
+    if not loads:
+        return None, {}
+    routing = run.scenario.workload.routing
+    requested, kept = (np.stack([getattr(load, name).numpy() for load in loads.values()]) for name in ("requested", "kept"))
+    ratio = np.array([load.busiest_rank / max(load.mean_rank, 1e-9) for load in loads.values()])
+    mode = {"routing": run.scenario.train.moe.routing, "capacity_factor": routing.capacity_factor, "capacity_scope": routing.capacity_scope}
+    figures = balances.layer_figures(requested, kept, run.layout.ep)
+    by_layer = {str(i): {name: float(values[row]) for name, values in figures.items()} for row, i in enumerate(loads)}
+    return balances.summarise(requested, kept, run.layout.ep, ratio, **mode), by_layer
+
+
+# --- between steps --------------------------------------------------------------------------------------------------------------
+
+
+def save(run: Run) -> None:
+    """A checkpoint of the steps done. Its failure is a warning: training goes on, and the last good one stays."""
+    from moetrain.checkpoint.errors import CheckpointError
+
+    if run.checkpoints.last is not None and run.checkpoints.last.step == run.done:
+        return
+    try:
+        held = run.checkpoints.save(run.done, run.job.parts, run.optimizer, state.extra(run.job, run.loader, run.guard, run.done))
+    except CheckpointError as error:
+        run.log.warn(str(error))
+        return
+    size = sum(t.numel() * t.element_size() for _, t in run.named()) * 3
+    run.log.event("checkpoint", step=run.done, seconds=held, bytes=size, asynchronous=run.checkpoints.asynchronous)
+
+
+def validate(run: Run) -> float:
+    """Mean cross entropy of the validation set, logged."""
+    begin = time.perf_counter()
+    loss = step.validation_loss(run.job, run.loader, run.scenario.train.data.validation.sequences)
+    run.losses["validation"] = loss
+    run.log.event("validation", step=run.done, loss=loss, seconds=time.perf_counter() - begin)
+    return loss
