@@ -268,6 +268,15 @@ def test_two_builds_of_one_folder_do_not_mix(tmp_path, jsonl, tokenizer):
     assert refused
     with pytest.raises(ValueError, match="exists and isn't empty"):
         build([str(jsonl)], Format(), options)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("")
+    (tmp_path / "mine").rename(building(tmp_path / "next"))
+    with pytest.raises(ValueError, match="holds thesis.tex, which no build made"):
+        build([str(jsonl)], Format(), BuildOptions(tmp_path / "next", tokenizer, restart=True))
+    building(tmp_path / "next").rename(tmp_path / "mine")
+    with pytest.raises(ValueError, match="something else than training data"):
+        build([str(jsonl)], Format(), BuildOptions(tmp_path / "mine", tokenizer, overwrite=True))
+    build([str(jsonl)], Format(), BuildOptions(tmp_path / "out", tokenizer, validation=0, overwrite=True))
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is a file"):
         build([str(jsonl)], Format(), BuildOptions(tmp_path / "file", tokenizer))

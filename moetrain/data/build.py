@@ -29,6 +29,7 @@ from moetrain.data.tokenizer import TextTokenizer, one_thread_a_call, tokenizer_
 from moetrain.data.writer import SHARD_TOKENS, building, check_free, publish, write_index, write_text
 
 TOKENIZER, PLAN, LOCK = "tokenizer.json", "plan.json", "lock"
+OWN = {TOKENIZER, PLAN, PARTS, LOCK, STATISTICS, *SPLITS}
 TRAIN_CHARACTERS = 200_000_000
 """A tokenizer is trained on the first documents, up to this many characters: more would change few merges."""
 BATCH_CHARACTERS = 1 << 18
@@ -92,11 +93,11 @@ def build_from(source: Input, options: BuildOptions, progress: Progress = no_pro
     folder = building(options.out)
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder), one_thread_a_call():
-        if options.restart:
+        if options.restart or not (folder / PLAN).exists():
             _empty(folder)
+        _check_plan(folder, _plan(source, options))
         for name in (*SPLITS, PARTS):
             (folder / name).mkdir(exist_ok=True)
-        _check_plan(folder, _plan(source, options))
         tokenizer = _tokenizer(folder, source, options, progress)
         parts = Parts(folder, tokenizer.vocab_size)
         _fill(parts, source, tokenizer, options, progress)
@@ -130,11 +131,12 @@ def _check_plan(folder: Path, plan: dict[str, Any]) -> None:
 
 
 def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != LOCK:
-            path.unlink()
+    """What a build left, gone. Raises ValueError if there is anything else: it is somebody's."""
+    paths = [path for path in folder.iterdir() if path.name != LOCK]
+    if others := sorted(path.name for path in paths if path.name.removesuffix(".tmp").lstrip(".") not in OWN):
+        raise ValueError(f"{folder}: holds {others[0]}, which no build made; move that folder away")
+    for path in paths:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 @contextmanager

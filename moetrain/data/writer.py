@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -112,16 +113,19 @@ def check_free(target: Path, overwrite: bool) -> None:
         raise ValueError(f"{target}: is a file; name a folder")
     if target.is_dir() and any(target.iterdir()) and not overwrite:
         raise ValueError(f"{target}: exists and isn't empty; name another folder or pass --overwrite")
+    if target.is_dir() and any(target.iterdir()) and not any((target / inner / INDEX).exists() for inner in (".", "train")):
+        raise ValueError(f"{target}: holds something else than training data, which --overwrite doesn't replace")
 
 
 def publish(temporary: Path, target: Path) -> None:
     """The built folder under its name; what stood there is moved aside first and removed after."""
-    old = target.with_name(f"{target.name}.old")
-    if target.is_dir() and any(target.iterdir()):
-        shutil.rmtree(old, ignore_errors=True)
-        os.replace(target, old)
+    if not (target.is_dir() and any(target.iterdir())):
+        os.replace(temporary, target)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
+    os.replace(target, aside)
     os.replace(temporary, target)
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def write_shards(
@@ -136,10 +140,10 @@ def write_shards(
     """A folder of shards from documents that are ids already ([n] each, eos included). Raises ValueError, leaving no folder."""
     target = Path(folder)
     check_free(target, overwrite)
-    temporary = building(target)
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".building", dir=target.parent))
     try:
+        os.chmod(temporary, 0o777 & ~_umask())
         buffer, entries = ShardBuffer(temporary, vocab_size), []
         for ids in documents:
             buffer.add(ids, shard_name(len(entries)))
@@ -155,3 +159,9 @@ def write_shards(
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return index
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
