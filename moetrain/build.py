@@ -5,11 +5,12 @@ Everything is made on the meta device, cut, and only then given memory, so no ra
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
-from moesim.layout import Layout, illegal, num_microbatches, parse_layout, stage_layers
+from moesim.layout import Layout, illegal, num_microbatches, parse_layout, parse_token, stage_layers
 from moesim.schedules import SCHEDULES
 from moesim.spec import Scenario
 from moetrain import mesh as meshes
@@ -50,14 +51,14 @@ class Job:
 
 def layout_of(scenario: Scenario, text: str | None, world: int) -> Layout:
     """The layout to run: ``text``, or the scenario's; dp is what is left of the world where it isn't named. ValueError if it can't run."""
-    text = text or scenario.layout or ""
-    names = text.split()
-    layout = parse_layout(text or "dp1")
-    if not any(t.startswith("dp") and t[2:].isdigit() for t in names):
-        left = layout.pp * layout.cp * layout.tp
+    text = text or scenario.layout or "mb1"
+    degrees = {key: value for token in text.split() for key, value in parse_token(token).items() if key in ("pp", "dp", "cp", "tp")}
+    if "dp" not in degrees:
+        left = math.prod(degrees.values())
         if world % left:
             raise ValueError(f"layout '{text}' needs a multiple of pp*cp*tp = {left} ranks, this run has {world}")
-        layout = parse_layout(f"{text} dp{world // left}")
+        text = f"{text} dp{world // left}"
+    layout = parse_layout(text)
     if layout.world != world:
         raise ValueError(f"layout '{layout}' needs {layout.world} ranks, this run has {world}: start it with `torchrun "
                          f"--nproc-per-node {layout.world} -m moetrain train ...`, or pass another --layout")

@@ -114,6 +114,9 @@ def train_command(
 
     scenario = load_scenario(config, sets or ())
     if nproc is not None:
+        from moetrain.build import layout_of
+
+        layout_of(scenario, layout, nproc)  # what can't run is said once, before N processes start
         return _launch(nproc, max_restarts)
     from moetrain import distributed
     from moetrain.session import run_training

@@ -103,8 +103,10 @@ def prepare(scenario: Scenario, layout_text: str | None, seat: Seat) -> Run:
 
 
 def schedule_of(scenario: Scenario) -> Schedule:
-    o = scenario.train.optimizer
-    return Schedule(scenario.train.steps, o.schedule, o.warmup_steps, o.decay_steps, o.min_lr_ratio)
+    """The learning rate's schedule; a run shorter than its warm-up and decay is cut from the warm-up on."""
+    o, steps = scenario.train.optimizer, scenario.train.steps
+    warmup = min(o.warmup_steps, steps)
+    return Schedule(steps, o.schedule, warmup, min(o.decay_steps, steps - warmup), o.min_lr_ratio)
 
 
 def loader_of(scenario: Scenario, job: Job) -> AnyLoader:
