@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moetrain.observe.balance import drop_fraction, entropy_index, layer_figures, max_over_mean, rank_rows, summarise
+from moetrain.observe.balance import drop_fraction, entropy_index, layer_figures, max_over_mean, of_loads, rank_rows, summarise
 
 
 def test_figures_equal_their_definitions():
@@ -44,3 +44,19 @@ def test_the_summary_conserves_rows_and_names_the_worst_layer():
     assert found.worst_entropy > 0.6 > found.entropy_index
     assert {name: values.shape for name, values in layer_figures(requested, None, 1).items()}.keys() >= {"entropy_index"}
     assert summarise(requested, ep=4).drop_fraction == 0
+
+
+def test_the_trainers_loads_become_a_balance():
+    """Rows of ranks as measured by microbatch win over rows summed over the step."""
+    import torch
+
+    from moetrain.statistics import LayerLoad
+
+    loads = {i: LayerLoad(torch.tensor([6, 2, 4, 4]), torch.tensor([5, 2, 4, 4]), busiest_rank=12.0 + i, mean_rank=8.0, balance_loss=0.0, z_loss=0.0) for i in (2, 1)}
+    balance, layers, rows = of_loads(loads, ep=2, routing="learned", capacity_factor=1.25, capacity_scope="rank")
+    assert balance.max_over_mean_rank == pytest.approx(13.5 / 8) and balance.worst_rank == pytest.approx(14 / 8)
+    assert (balance.requested_rows, balance.kept_rows, balance.capacity_scope) == (32, 30, "rank")
+    assert list(layers) == ["1", "2"] and layers["2"]["max_over_mean_rank"] == pytest.approx(14 / 8) and layers["1"]["drop_fraction"] == pytest.approx(1 / 16)
+    assert rows["1"].tolist() == [6, 2, 4, 4]
+    with pytest.raises(ValueError, match="no MoE layers"):
+        of_loads({}, 1)

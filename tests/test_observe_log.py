@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from moesim.load import load_model
 from moetrain.observe import balance, metrics
 from moetrain.observe.flops import step_flops, utilisation
 from moetrain.observe.jsonl import JsonLines, read_records
 from moetrain.observe.log import RunLog, Terminal, scalars, step_text
 from moetrain.observe.metrics import FIELDS, StepRecord, problem, read_lines, read_steps, record_of, step_line
 from moetrain.observe.peaks import peaks
-from moesim.load import load_model
 
 SEED = load_model("olmo_core3_seed", ["num_experts=8"])
 
@@ -137,6 +137,45 @@ def test_a_killed_writer_costs_at_most_its_last_line(tmp_path):
     assert [r["step"] for r in read_records(path)] == list(range(1001))
 
 
+def test_a_full_disk_leaves_no_half_line(tmp_path, monkeypatch):
+    """What was written of a line before the disk was full is taken back, so that a later line stands whole."""
+    path = tmp_path / "log.jsonl"
+    lines = JsonLines(path)
+    lines.write({"step": 1})
+    write = os.write
+
+    def full(handle, data):
+        if len(data) < 10:
+            raise OSError(28, "No space left on device")
+        return write(handle, data[: len(data) - 5])
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        lines.write({"step": 2})
+    monkeypatch.undo()
+    lines.write({"step": 3})
+    assert [r["step"] for r in read_records(path)] == [1, 3]
+
+
+PIPED = """
+import sys
+from moetrain.observe.log import RunLog
+from moetrain.observe.metrics import StepRecord
+with RunLog(sys.argv[1], total=2000) as log:
+    for step in range(1, 2001):
+        log.step(StepRecord(step, 1.0, 100, 1, loss=1.0))
+"""
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
+    """As with `... | head -1`: the log in the folder is complete and the exit code is 0."""
+    with subprocess.Popen([sys.executable, "-c", PIPED, str(tmp_path)], stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent) as run:
+        assert run.stdout.readline().startswith(b"start")
+        run.stdout.close()
+        assert run.wait(timeout=60) == 0
+    assert len(read_steps(tmp_path / metrics.FILE)) == 2000
+
+
 def test_damage_in_the_middle_is_refused(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_bytes(b'{"a":1}\n{"a":\n{"a":3}\n')
@@ -144,6 +183,9 @@ def test_damage_in_the_middle_is_refused(tmp_path):
         list(read_records(path))
     with pytest.raises(ValueError, match="no such file"):
         list(read_records(tmp_path / "none"))
+    (tmp_path / metrics.FILE).write_bytes(path.read_bytes())
+    with pytest.raises(ValueError, match="metrics.jsonl:2: .*move the file away"):
+        RunLog(tmp_path)
 
 
 def test_steps_done_again_after_a_restart_are_marked_and_counted_once(tmp_path):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from moetrain.data.writer import ShardBuffer, shard_name, write_index
@@ -19,7 +20,6 @@ from moetrain.observe.metrics import FILE as LOG
 from moetrain.observe.metrics import StepRecord
 from moetrain.observe.provenance import code_identity, data_identity, environment
 from moetrain.observe.verify import sound, verify
-from rich.console import Console
 
 CONFIG = {"model": {"num_layers": 2, "hidden_size": 64}, "train": {"steps": 8, "seed": 5, "optimizer": {"lr": 3e-4}}}
 

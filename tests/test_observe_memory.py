@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from moetrain.observe.memory import Base, MemoryLedger, Static, fullest, ledger, start_peak, static_bytes, status_bytes
+from moetrain.observe.memory import CATEGORIES, Base, MemoryLedger, Static, fullest, ledger, start_peak, static_bytes, status_bytes
 from moetrain.testing import run_ranks
 
 
@@ -75,6 +75,14 @@ def test_the_peak_of_a_cpu_is_what_the_system_saw():
     if base.reset:
         assert found.activations == pytest.approx(64 * 2**20, rel=0.05) and found.peak == found.activations
     assert "VmHWM" in found.line() and "activations 6" in found.line() and found.fields()["peak"] == found.peak
+
+
+def test_the_peak_of_a_gpu_is_the_allocators(monkeypatch):
+    """The CUDA path with the allocator's figures given: categories add up to what it reserved."""
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"allocated_bytes.all.peak": 700, "reserved_bytes.all.peak": 1000})
+    found = ledger(Static(100, 0, 100, 200, 0), "cuda", Base(None, True))
+    assert (found.activations, found.allocator, found.peak) == (300, 300, 1000)
+    assert sum(getattr(found, name) for name in CATEGORIES) == found.peak
 
 
 def test_what_is_not_measured_is_unknown():

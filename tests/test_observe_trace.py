@@ -95,6 +95,32 @@ def test_off_costs_next_to_nothing(tmp_path):
     spans.stop(None)
 
 
+def test_on_a_gpu_events_are_read_after_the_step(tmp_path, monkeypatch):
+    """The CUDA path with events that only keep a counter: nothing is read before end_step waits."""
+    waited, now = [], [0.0]
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at, now[0] = now[0], now[0] + 1.5
+
+        def elapsed_time(self, other):
+            assert waited
+            return other.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(1))
+    spans = SpanRecorder(tmp_path, 0, 1, 1, "cuda")
+    spans.begin_step(1)
+    with spans.span("a", "router"):
+        pass
+    spans.end_step()
+    step = read_spans([spans.path])[1]
+    assert [(s.start, s.end) for s in step.timeline.spans] == [pytest.approx((1.5e-3, 3e-3))] and step.timeline.makespan == pytest.approx(4.5e-3)
+
+
 def test_bad_spans_and_files_are_refused(tmp_path):
     spans = SpanRecorder(tmp_path, 0, 1, 1)
     spans.begin_step(1)

@@ -10,6 +10,7 @@ Letters of shapes: L layers, E experts, R ranks; "..." any leading axes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -93,6 +94,20 @@ def summarise(requested: np.ndarray, kept: np.ndarray | None = None, ep: int = 1
     worst = {f"worst_{short}": float(values.max()) for short, values in zip(("rank", "expert", "entropy", "drop"), figures.values(), strict=True)}
     rows = {"requested_rows": int(np.sum(requested)), "kept_rows": int(np.sum(requested if kept is None else kept))}
     return Balance(**means, **worst, **rows, **mode)
+
+
+def of_loads(loads: Mapping[int, Any], ep: int, **mode: Any) -> tuple[Balance, dict[str, dict[str, float]], dict[str, np.ndarray]]:
+    """(Balance, StepRecord.layers, rows for `RunLog.step`) from what the trainer collects by layer: objects with requested and
+    kept [E] (tensors or arrays) and, where measured, busiest_rank and mean_rank (rows of a microbatch). ValueError without layers."""
+    if not loads:
+        raise ValueError("balance: no MoE layers")
+    layers = sorted(loads)
+    requested, kept = (np.stack([np.asarray(getattr(loads[i], name)) for i in layers]) for name in ("requested", "kept"))
+    measured = all(getattr(loads[i], "mean_rank", 0) > 0 for i in layers)
+    ratio = np.array([loads[i].busiest_rank / loads[i].mean_rank for i in layers]) if measured else None
+    figures = layer_figures(requested, kept, ep) | ({} if ratio is None else {"max_over_mean_rank": ratio})
+    by_layer = {str(layer): {name: float(values[i]) for name, values in figures.items()} for i, layer in enumerate(layers)}
+    return summarise(requested, kept, ep, ratio, **mode), by_layer, {str(layer): requested[i] for i, layer in enumerate(layers)}
 
 
 def as_fields(balance: Balance) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple, set, frozenset)):
         return [plain(item) for item in value]
     if isinstance(value, float):  # numpy.float64 is one
-        return float(value) if math.isfinite(value) else "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
+        return float(value) if math.isfinite(value) else "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if value is None or isinstance(value, (str, int, bool)):
         return value
     if hasattr(value, "tolist"):
@@ -55,10 +55,14 @@ class JsonLines:
         self._handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record. OSError if the disk is full."""
-        line = one_line(record)
-        while line:
-            line = line[os.write(self._handle, line) :]
+        """Append one record, or nothing and OSError (a full disk): no later line may follow half a one."""
+        line, whole = one_line(record), os.fstat(self._handle).st_size
+        try:
+            while line:
+                line = line[os.write(self._handle, line) :]
+        except OSError:
+            os.ftruncate(self._handle, whole)
+            raise
 
     def sync(self) -> None:
         """Ask the operating system to put what was written on disk."""

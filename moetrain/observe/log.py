@@ -7,6 +7,8 @@ the log says so once and goes on.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,12 +65,21 @@ def _rest(fields: Mapping[str, Any]) -> str:
     return " " + ", ".join(found) if found else ""
 
 
+class _Console(Console):
+    """A console whose reader may go away (`... | head`) without ending the run: from then on it is quiet."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        # what Python flushes at exit must find no closed pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Terminal:
     """Lines, and on a real terminal a bar below them."""
 
     def __init__(self, total: int | None = None, every: int = 1, console: Console | None = None) -> None:
         self.total, self.every = total, max(1, every)
-        self.console = console or Console()
+        self.console = console or _Console()
         self._bar = _bar(self.console) if self.console.is_terminal else None
         if self._bar:
             self._task = self._bar.add_task("training", total=total)
@@ -111,6 +122,8 @@ class TensorBoard:
             self._writer.add_scalar(name, float(value), record.step)
         for layer, counts in (rows or {}).items():
             counts = np.asarray(counts)
+            if not counts.sum():
+                continue
             # a bin an expert: the "histogram" is the rows of each, not how often a number of rows occurs
             self._writer.add_histogram(f"rows_an_expert/layer_{layer}", np.repeat(np.arange(len(counts)), _thinned(counts)), record.step, bins=len(counts))
 
@@ -147,8 +160,8 @@ def scalars(record: StepRecord) -> dict[str, float]:
 
 
 class RunLog:
-    """Everything a run says, to every place it is wanted. Use as a context manager; methods never raise for a full terminal
-    pipe, but OSError of a full disk comes through: a run that can't log is not a run."""
+    """Everything a run says, to every place it is wanted. Use as a context manager. A reader of the terminal that goes away is
+    no error; OSError of a full disk comes through: a run that can't log is not a run."""
 
     def __init__(self, folder: str | Path, *, total: int | None = None, every: int = 1, tensorboard: bool = False,
                  from_step: int = 0, rank: int = 0, console: Console | None = None) -> None:
@@ -161,7 +174,10 @@ class RunLog:
             return
         path = Path(folder) / FILE
         self._lines = JsonLines(path)
-        self.restart, self.last = next_restart(path), last_step(path)
+        try:
+            self.restart, self.last = next_restart(path), last_step(path)
+        except ValueError as error:
+            raise ValueError(f"{error}; move the file away to go on without it") from None
         self._sinks.append(Terminal(total, every, console))
         missing = self._add_tensorboard(Path(folder) / "tensorboard", from_step) if tensorboard else None
         if self.restart:

@@ -110,7 +110,7 @@ def event_line(event: str, restart: int, fields: Mapping[str, Any]) -> dict[str,
     missing = [name for name in EVENTS[event] if name not in fields]
     if missing:
         raise ValueError(f"log: event {event} needs {', '.join(missing)}")
-    return {"kind": "event", "schema": SCHEMA, "restart": restart, "time": time.time(), "event": event, **fields}
+    return {**fields, "kind": "event", "schema": SCHEMA, "restart": restart, "time": time.time(), "event": event}
 
 
 def problem(line: Mapping[str, Any]) -> str | None:
