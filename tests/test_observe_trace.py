@@ -1,6 +1,8 @@
 """Is what the trainer records a timeline that the simulator's own tools read?"""
 
+import itertools
 import json
+import random
 import time
 
 import pytest
@@ -74,6 +76,24 @@ def test_overlapping_spans_of_a_stream_are_cut_to_their_own_time():
     assert cut == [("layer", 0, 1, 0), ("attention", 1, 2, 0), ("core", 2, 3, 0), ("attention", 3, 4, 1), ("layer", 4, 5, 1), ("moe", 5, 9, 0), ("layer", 9, 10, 2)]
     lone = [_opened(1, "a", 0.0, 2.0), _opened(1, "b", 1.0, 3.0)]
     assert [(s.name, s.start, s.end) for s, _ in flatten(0, lone)] == [("a", 0, 1), ("b", 1, 3)]
+
+
+def test_cutting_equals_asking_at_every_moment():
+    """Random overlaps, against the dumb rule: whoever of the running spans began last owns the moment."""
+    rng = random.Random(0)
+    for _ in range(20):
+        times = [_opened(0, str(i), a, a + rng.randint(1, 30)) for i, a in enumerate(rng.sample(range(100), 15))]
+        cut = [(s.name, s.start, s.end) for s, _ in flatten(0, times)]
+        assert all(a[2] <= b[1] for a, b in itertools.pairwise(cut))
+        for moment in (t + 0.5 for t in range(131)):
+            running = [(begin, o.name) for o, begin, end in times if begin <= moment < end]
+            assert [name for name, begin, end in cut if begin <= moment < end] == ([max(running)[1]] if running else [])
+
+
+def test_a_step_of_many_nested_spans_is_cut_quickly():
+    times = [_opened(0, str(i), i, i + 2.5) for i in range(20_000)]
+    begin = time.perf_counter()
+    assert len(flatten(0, times)) == 20_000 and time.perf_counter() - begin < 5
 
 
 def test_causes_are_what_ended_last():

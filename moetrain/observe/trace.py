@@ -21,6 +21,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -158,16 +160,23 @@ def flatten(rank: int, times: Iterable[tuple[_Open, float, float]]) -> list[tupl
 
 def _pieces(lane: Sequence[tuple[_Open, float, float]]) -> list[tuple[_Open, float, float, int]]:
     """(span, start, end, number of the piece): at any moment the span that began last owns the stream."""
-    if len(lane) == 1 or all(a[2] <= b[1] for a, b in zip(lane, lane[1:])):
+    if len(lane) == 1 or all(a[2] <= b[1] for a, b in pairwise(lane)):
         return [(opened, start, end, 0) for opened, start, end in lane]
     order = sorted(lane, key=lambda item: (item[1], -item[2]))
     edges = sorted({t for _, start, end in lane for t in (start, end)})
     found: list[tuple[_Open, float, float, int]] = []
     counts: dict[int, int] = {}
-    for a, b in zip(edges, edges[1:]):
-        owner = max((i for i, (_, start, end) in enumerate(order) if start <= a and end >= b), default=None)
-        if owner is None:
+    active: list[int] = []  # heap of -index: the latest to begin on top; ended ones are popped when they surface
+    begun = 0
+    for a, b in pairwise(edges):
+        while begun < len(order) and order[begun][1] <= a:
+            heappush(active, -begun)
+            begun += 1
+        while active and order[-active[0]][2] <= a:
+            heappop(active)
+        if not active:
             continue
+        owner = -active[0]
         opened = order[owner][0]
         if found and found[-1][0] is opened and found[-1][2] == a:
             found[-1] = (opened, found[-1][1], b, found[-1][3])
