@@ -18,7 +18,6 @@ from torch import Tensor
 from moetrain.optim.rounding import MAX_BETA_NEAREST, ROUNDINGS
 from moetrain.optim.shards import seed_of
 
-Named = tuple[str, torch.nn.Parameter]
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 

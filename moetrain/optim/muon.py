@@ -105,7 +105,7 @@ class Muon(ShardedOptimizer):
         kept = local(state["momentum"])
         wide = torch.promote_types(kept.dtype, torch.float32)
         grad = local_grad(parameter).to(wide)
-        mean = kept.to(wide, copy=True).lerp_(grad, 1 - momentum)
+        mean = kept.to(wide).lerp_(grad, 1 - momentum)
         store(kept, mean, self.storage.generator(kept.device, "momentum", int(state["step"]), self.names[parameter], shard_number(parameter)))
         ahead = grad.lerp(mean, momentum) if self.nesterov else mean
         return ahead.reshape(_count(ahead), *ahead.shape[-2:])
