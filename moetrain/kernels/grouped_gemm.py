@@ -19,18 +19,21 @@ def _config(m: int, n: int, k: int, warps: int, stages: int, per_sm: int = 1) ->
     return triton.Config(dict(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, GROUP_M=8, PER_SM=per_sm), num_warps=warps, num_stages=stages)
 
 
-CONFIGS = [
-    _config(128, 128, 64, 4, 3, 2),
-    _config(128, 256, 64, 8, 3),
-    _config(128, 256, 64, 8, 4),
-    _config(256, 128, 64, 8, 3),
-    _config(128, 128, 128, 8, 3),
-    _config(64, 128, 64, 4, 4, 2),
-    _config(64, 256, 64, 8, 4),
-    _config(64, 64, 128, 4, 4, 2),
-]
-"""For 16-bit operands: 256 bytes of shared memory x (m + n) x stages at k = 128, below 227 KiB in all."""
-CONFIGS_32BIT = [_config(64, 64, 32, 4, 3, 2), _config(128, 64, 32, 8, 3)]
+CONFIGS = {
+    "bulk": [
+        _config(128, 128, 64, 4, 3, 2),
+        _config(128, 256, 64, 8, 3),
+        _config(128, 256, 64, 8, 4),
+        _config(256, 128, 64, 8, 3),
+        _config(128, 128, 128, 8, 3),
+        _config(64, 128, 64, 4, 4, 2),
+        _config(64, 256, 64, 8, 4),
+        _config(64, 64, 128, 4, 4, 2),
+    ],
+    "pointers": [_config(128, 128, 64, 8, 3), _config(128, 256, 64, 8, 3), _config(64, 128, 64, 4, 4, 2)],
+    "float32": [_config(64, 64, 32, 4, 3, 2), _config(128, 64, 32, 8, 3)],
+}
+"""By how tiles arrive: the bulk copy engine, or loads (older GPUs, odd sizes); float32 is for checking, by loads."""
 INTERPRETED = _config(128, 128, 64, 4, 1)
 
 
@@ -134,12 +137,14 @@ def weight_grad_kernel(
             if UPCAST:
                 a, b = a.to(tl.float32), b.to(tl.float32)
             acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
-            grad_ptrs += BLOCK_K * N
-            x_ptrs += BLOCK_K * K
+            if not TMA:
+                grad_ptrs += BLOCK_K * N
+                x_ptrs += BLOCK_K * K
         if whole < end:  # the rows of the next expert must not be summed, nor garbage past the last offset
-            mine = (whole + r < end)[:, None]
-            a = tl.load(grad_ptrs, mask=mine & (n < N)[None, :], other=0.0)
-            b = tl.load(x_ptrs, mask=mine & (k < K)[None, :], other=0.0)
+            last = whole.to(tl.int64) + r
+            mine = (last < end)[:, None]
+            a = tl.load(grad_ptr + last[:, None] * N + n[None, :], mask=mine & (n < N)[None, :], other=0.0)
+            b = tl.load(x_ptr + last[:, None] * K + k[None, :], mask=mine & (k < K)[None, :], other=0.0)
             if UPCAST:
                 a, b = a.to(tl.float32), b.to(tl.float32)
             acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
@@ -148,28 +153,25 @@ def weight_grad_kernel(
 
 
 KEY = ("N", "K", "rows_bucket", "E", "TMA")
-_tuned = {
-    (kernel, size): runtime.tuned(kernel, configs, KEY)
-    for kernel in (rows_kernel, weight_grad_kernel) for size, configs in ((2, CONFIGS), (4, CONFIGS_32BIT))
-}
+_tuned = {(kernel, kind): runtime.tuned(kernel, configs, KEY) for kernel in (rows_kernel, weight_grad_kernel) for kind, configs in CONFIGS.items()}
 
 
-def default_config(rows_bucket: int, element_size: int) -> triton.Config:
+def default_config(rows_bucket: int, kind: str) -> triton.Config:
     """The config used untuned: rows an expert decide the height of a tile."""
     if runtime.INTERPRET:
         return INTERPRETED
-    if element_size == 4:
-        return CONFIGS_32BIT[0]
-    return CONFIGS[5] if rows_bucket <= 64 else CONFIGS[0] if rows_bucket <= 256 else CONFIGS[1]
+    if kind == "bulk":
+        return CONFIGS[kind][5] if rows_bucket <= 64 else CONFIGS[kind][0] if rows_bucket <= 256 else CONFIGS[kind][1]
+    return CONFIGS[kind][0]
 
 
-def _launch(kernel, x: Tensor, tiles, rows_bucket: int, args: tuple, config: triton.Config | None) -> None:
-    if args[-3]:  # TMA
+def _launch(kernel, x: Tensor, tma: bool, tiles, rows_bucket: int, args: tuple, config: triton.Config | None) -> None:
+    if tma:
         runtime.provide_scratch()
+    kind = "bulk" if tma else "float32" if x.element_size() == 4 else "pointers"
     most = runtime.num_processors(x.device)
-    default = default_config(rows_bucket, x.element_size())
-    autotuned = _tuned[kernel, 4 if x.element_size() == 4 else 2]
-    runtime.launch(kernel, autotuned, default, lambda meta: (min(tiles(meta), most * meta["PER_SM"]),), *args, config=config)
+    runtime.launch(kernel, _tuned[kernel, kind], default_config(rows_bucket, kind), lambda meta: (min(tiles(meta), most * meta["PER_SM"]),), *args,
+                   config=config)
 
 
 def rows_product(x: Tensor, w: Tensor, offsets: Tensor, config: triton.Config | None = None, tma: bool | None = None) -> Tensor:
@@ -182,12 +184,12 @@ def rows_product(x: Tensor, w: Tensor, offsets: Tensor, config: triton.Config | 
         return out
     dense_in_n = w.stride(2) != 1
     if tma is None:
-        tma = runtime.bulk_copies(x, w.transpose(1, 2) if dense_in_n else w)
+        tma = x.element_size() == 2 and runtime.bulk_copies(x, w.transpose(1, 2) if dense_in_n else w)
     rows_bucket = runtime.bucket(num_rows, E)
     args = (x, w, out, offsets, num_rows, N, K, *w.stride(), rows_bucket, E, triton.next_power_of_2(E + 1), dense_in_n, tma,
             runtime.INTERPRET, runtime.precision())
     most_tiles = lambda meta: (num_rows // meta["BLOCK_M"] + E + 1) * triton.cdiv(N, meta["BLOCK_N"])  # noqa: E731
-    _launch(rows_kernel, x, most_tiles, rows_bucket, args, config)
+    _launch(rows_kernel, x, tma, most_tiles, rows_bucket, args, config)
     return out
 
 
@@ -198,11 +200,12 @@ def weight_grad(grad: Tensor, x: Tensor, offsets: Tensor, config: triton.Config 
     out = x.new_empty(E, N, K)
     if out.numel() == 0:
         return out
-    tma = runtime.bulk_copies(grad, x) if tma is None else tma
+    if tma is None:
+        tma = x.element_size() == 2 and runtime.bulk_copies(grad, x)
     rows_bucket = runtime.bucket(num_rows, E)
     args = (grad, x, out, offsets, num_rows, N, K, rows_bucket, E, tma, runtime.INTERPRET, runtime.precision())
     tiles = lambda meta: E * triton.cdiv(N, meta["BLOCK_M"]) * triton.cdiv(K, meta["BLOCK_N"])  # noqa: E731
-    _launch(weight_grad_kernel, x, tiles, rows_bucket, args, config)
+    _launch(weight_grad_kernel, x, tma, tiles, rows_bucket, args, config)
     return out
 
 

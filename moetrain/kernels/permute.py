@@ -65,9 +65,9 @@ def combine_backward_kernel(
 
 
 def blocks(width: int) -> dict[str, int]:
-    """Rows and columns a program: 8,192 elements, up to 2,048 of them side by side; larger when interpreting, where a program costs most."""
+    """Rows and columns a program: 4,096 elements, up to 2,048 of them side by side; larger when interpreting, where a program costs most."""
     block_d = min(triton.next_power_of_2(width), 2048)
-    return dict(BLOCK_R=64 if runtime.INTERPRET else max(1, 8192 // block_d), BLOCK_D=block_d)
+    return dict(BLOCK_R=64 if runtime.INTERPRET else max(1, 4096 // block_d), BLOCK_D=block_d)
 
 
 def _grid(num_rows: int, width: int, block: dict[str, int]) -> tuple[int, int]:

@@ -121,3 +121,68 @@ def check_route(logits: Tensor, top_k: int, bias: Tensor | None, score: str, num
         raise ValueError(f"route: {top_k_groups} of {num_groups} groups of {num_experts} experts; groups must be equal and at least one kept")
     if not 1 <= top_k <= num_experts // num_groups * top_k_groups:
         raise ValueError(f"route: top_k {top_k}; {num_experts // num_groups * top_k_groups} of {num_experts} experts are eligible")
+
+
+LARGEST = 448.0
+"""Of e4m3 without infinities (float8_e4m3fn)."""
+GROUPS: dict[str, int | None] = {"rowwise": None, "block128": 128, "mxfp8": 32}
+"""Elements along K that share a scale; None: the whole row."""
+WHOLE = 16
+"""K in bytes is whole units of this for the bulk copy engine."""
+
+
+def check_recipe(x: Tensor, recipe: str) -> None:
+    """ValueError in one line for an unknown recipe or a K that isn't whole groups."""
+    if recipe not in GROUPS:
+        raise ValueError(f"fp8 recipe {recipe!r}; legal are {', '.join(GROUPS)}")
+    unit = GROUPS[recipe] or WHOLE
+    if x.shape[-1] % unit:
+        raise ValueError(f"fp8 recipe {recipe}: K is {x.shape[-1]}; it must be a multiple of {unit}")
+
+
+def quantise(x: Tensor, recipe: str) -> tuple[Tensor, Tensor]:
+    """x [R,K] or weights [E,N,K]: (values float8_e4m3fn, scales) so that dequantise() gives about x.
+
+    rowwise: scales float32 [..., 1]; block128: [..., K/128] of rows, [E, ceil(N/128), K/128] of weights; mxfp8: uint8 e [..., K/32] meaning 2^(e-127),
+    the least power of two under which nothing exceeds 448.
+    """
+    check_recipe(x, recipe)
+    groups = _groups(x.float(), recipe)
+    scale = groups.abs().amax((-3, -1) if groups.ndim == 5 else -1) / LARGEST
+    if recipe == "mxfp8":
+        mantissa, exponent = torch.frexp(scale)  # scale = mantissa 2^exponent, mantissa in [0.5, 1)
+        byte = torch.where(scale == 0, 127, (exponent - (mantissa == 0.5).int() + 127).clamp(0, 254))
+        return _scaled(x, groups, torch.exp2(byte.float() - 127)), byte.to(torch.uint8)
+    scale = torch.where(scale > 0, scale, 1.0)
+    return _scaled(x, groups, scale), scale
+
+
+def dequantise(values: Tensor, scales: Tensor, recipe: str) -> Tensor:
+    """values times their scales, float32, of the shape of values."""
+    groups = _groups(values.float(), recipe)
+    factor = torch.exp2(scales.float() - 127) if recipe == "mxfp8" else scales
+    return _ungroup(groups * _spread(factor, groups), values)
+
+
+def scaled_grouped_gemm(x: Tensor, w: Tensor, offsets: Tensor, recipe: str) -> Tensor:
+    """Both operands to fp8 and back, then grouped_gemm in float32; rounded to the type of x."""
+    return grouped_gemm(*(dequantise(*quantise(t, recipe), recipe) for t in (x, w)), offsets).to(x.dtype)
+
+
+def _groups(x: Tensor, recipe: str) -> Tensor:
+    """[..., groups, width]; weights in block128 [E, tiles of N, 128, tiles of K, 128], N padded by zeros."""
+    if recipe == "block128" and x.ndim == 3:
+        return F.pad(x, (0, 0, 0, -x.shape[1] % 128)).unflatten(1, (-1, 128)).unflatten(3, (-1, 128))
+    return x.unflatten(-1, (-1, GROUPS[recipe] or x.shape[-1]))
+
+
+def _spread(scales: Tensor, groups: Tensor) -> Tensor:
+    return scales[:, :, None, :, None] if groups.ndim == 5 else scales[..., None]
+
+
+def _scaled(x: Tensor, groups: Tensor, scale: Tensor) -> Tensor:
+    return _ungroup(groups * (1 / _spread(scale, groups)), x).to(torch.float8_e4m3fn)
+
+
+def _ungroup(groups: Tensor, like: Tensor) -> Tensor:
+    return groups.flatten(3).flatten(1, 2)[:, : like.shape[1]] if groups.ndim == 5 else groups.flatten(-2)

@@ -60,7 +60,7 @@ def blocks(width: int) -> dict[str, int]:
 
 
 def warps(width: int) -> int:
-    return 8 if width > 4096 else 4
+    return 8 if width > 2048 else 4
 
 
 @torch.library.custom_op("moetrain::rms_norm", mutates_args=(), schema="(Tensor x, Tensor weight, float eps) -> Tensor")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import runtime
 
+WARPS = 8
 
 @triton.jit(do_not_specialize=["num_rows"])
 def swiglu_kernel(x_ptr, weight_ptr, out_ptr, num_rows, F, WEIGHTED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr):
@@ -69,7 +70,7 @@ def _forward(x, weight):
         block = blocks(width)
         grid = triton.cdiv(num_rows, block["BLOCK_R"]), triton.cdiv(width, block["BLOCK_F"])
         given = x if weight is None else weight.contiguous()  # any pointer where there is none
-        swiglu_kernel[grid](x, given, out, num_rows, width, weight is not None, **block, num_warps=4)
+        swiglu_kernel[grid](x, given, out, num_rows, width, weight is not None, **block, num_warps=WARPS)
     return out
 
 
@@ -85,7 +86,7 @@ def _backward(grad, x, weight):
         block = blocks(width)
         given = x if weight is None else weight.contiguous()
         swiglu_backward_kernel[(triton.cdiv(num_rows, block["BLOCK_R"]),)](
-            grad, x, given, grad_x, grad_weight, num_rows, width, weight is not None, **block, num_warps=4)
+            grad, x, given, grad_x, grad_weight, num_rows, width, weight is not None, **block, num_warps=WARPS)
     return grad_x, grad_weight
 
 
