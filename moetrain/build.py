@@ -14,7 +14,7 @@ from moesim.layout import Layout, illegal, num_microbatches, parse_layout, parse
 from moesim.schedules import SCHEDULES
 from moesim.spec import Scenario
 from moetrain import mesh as meshes
-from moetrain import sharding, supports
+from moetrain import pipeline, sharding, supports
 from moetrain.balance import Balance
 from moetrain.collectives import Communicator
 from moetrain.dispatch.plan import Capacity
@@ -43,6 +43,7 @@ class Job:
     num_microbatches: int
     ends: Communicator | None
     recompute: Recompute
+    pipeline: pipeline.Pipeline | None = None
 
     @property
     def device(self) -> torch.device:
@@ -124,8 +125,9 @@ def make_job(scenario: Scenario, layout: Layout, device: torch.device | str = "c
     for part in [] if empty else parts:
         materialise(part, device, seed)
     ends = sharding.ends_communicator(mesh, scenario.model, len(parts))
-    return Job(scenario, layout, mesh, dtype, parts, local_stages(layout, mesh["pp"].rank), statistics,
-               num_microbatches(layout, scenario.workload), ends, recompute)
+    stages, number = local_stages(layout, mesh["pp"].rank), num_microbatches(layout, scenario.workload)
+    pipes = pipeline.build(parts, stages, mesh, scenario.model.hidden_size, scenario.workload.seq_len, dtype, number)
+    return Job(scenario, layout, mesh, dtype, parts, stages, statistics, number, ends, recompute, pipes)
 
 
 def make_optimizer(job: Job):

@@ -1,4 +1,4 @@
-"""What happens in one training step without a pipeline: which tokens this rank gets, forward, backward, and whose gradients are whole?
+"""What happens in one training step: which tokens this rank gets, forward, backward, and whose gradients are whole?
 
 The loss that is returned is the step's mean over tokens, summed over microbatches and ranks.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moetrain import sharding
+from moetrain import pipeline, sharding
 from moetrain.build import Job
 from moetrain.collectives import all_reduce_
 from moetrain.data.batch import Batch
@@ -48,6 +48,8 @@ def cut(batch: Batch, job: Job, step: int, first_sample: int | None = None,
 
 def forward_backward(job: Job, microbatches: Sequence[Microbatch]) -> torch.Tensor:
     """Gradients of the step in the parameters; [cross entropy, z-loss] of this rank's tokens."""
+    if job.pipeline is not None:
+        return pipeline.forward_backward(job, microbatches)
     (part,) = job.parts
     total = torch.zeros(2, dtype=torch.float64, device=job.device)
     for i, m in enumerate(microbatches):
@@ -67,13 +69,15 @@ def reduce_loss(job: Job, losses: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def evaluate(job: Job, microbatches: Sequence[Microbatch]) -> torch.Tensor:
-    """Sum of the cross entropy over this rank's labels (ranks of one tp group have the same tokens); routing is not counted."""
-    (part,) = job.parts
-    total = torch.zeros((), dtype=torch.float64, device=job.device)
+    """Sum of the cross entropy over this rank's labels (ranks of one tp group have the same tokens; in a pipeline the last stage's
+    ranks alone have it); routing is not counted."""
     was, job.statistics.on = job.statistics.on, False
     try:
-        for m in microbatches:
-            total += part(m.tokens, m.where, m.labels)[0].double()
+        if job.pipeline is not None:
+            total = pipeline.evaluate(job, microbatches)[0]
+        else:
+            (part,) = job.parts
+            total = sum(part(m.tokens, m.where, m.labels)[0].double() for m in microbatches)
     finally:
         job.statistics.on = was
     return total * job.scenario.workload.global_batch_tokens
