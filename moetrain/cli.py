@@ -54,12 +54,10 @@ def _mount() -> None:
     """Sub-commands of other files; each needs no torch to print its help."""
     try:
         from moetrain.data.cli import data
-        from moetrain.export.cli import add_commands as add_export
         from moetrain.observe.cli import add_commands as add_manifest
     except ModuleNotFoundError as error:
         fail(f"{error.name} is not installed; the trainer needs `pip install 'moesim[train]'`")
     app.add_typer(data, name="data")
-    add_export(app)
     add_manifest(app)
 
 
@@ -154,4 +152,38 @@ def checkpoints_command(
     from moetrain.checkpoint import describe
 
     typer.echo(describe(folder, verify))
+    return 0
+
+
+@app.command("export")
+@guarded
+def export_command(
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a folder of them (the newest whole one).", show_default=False)],
+    form: Annotated[str, typer.Option("--form", help="qwen3_moe, mixtral, olmoe, olmo3moe, ... ; a wrong one lists them.", show_default=False)],
+    output: Annotated[str, typer.Option("-o", "--output", metavar="DIR", help="Folder to make.", show_default=False)],
+    dtype: Annotated[str, typer.Option("--dtype", help="float32 | bfloat16 | float16.")] = "bfloat16",
+    tokenizer: Annotated[Optional[str], typer.Option("--tokenizer", metavar="PATH", help="tokenizer.json, or a folder of such files, to copy.", show_default=False)] = None,
+) -> int:
+    """Write a checkpoint as a Hugging Face model (safetensors), read back and compared before it is published.
+
+    Example:
+
+      moetrain export runs/quickstart/checkpoints --form olmo3moe -o exported
+    """
+    from moetrain.convert import export_checkpoint
+
+    typer.echo(export_checkpoint(checkpoint, form, output, dtype, tokenizer))
+    return 0
+
+
+@app.command("import")
+@guarded
+def import_command(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="A Hugging Face model folder with safetensors.", show_default=False)],
+    output: Annotated[Optional[str], typer.Option("-o", "--output", metavar="YAML", help="Model preset to write.", show_default=False)] = None,
+) -> int:
+    """Check a Hugging Face model and write its spec; train from it with `moetrain train ... --init-from DIR`."""
+    from moetrain.export.cli import import_model
+
+    typer.echo(import_model(folder, output))
     return 0

@@ -94,6 +94,17 @@ def materialise(part: nn.Module, device: torch.device, seed: int) -> None:
             module.reset_buffers()
 
 
+@torch.no_grad()
+def assign(parameter: torch.Tensor, full: torch.Tensor) -> None:
+    """The part of a whole logical tensor that this rank holds."""
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(full)
+        return
+    for dim, cut in enumerate(local_index(parameter)):
+        full = full[(slice(None),) * dim + (cut,)]
+    parameter.to_local().copy_(full)
+
+
 def _fill(name: str, parameter: nn.Parameter, init: Init, seed: int) -> None:
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):

@@ -1,13 +1,73 @@
-"""What surrounds a training loop: checks before it, the record it leaves, the watchdog beside it?"""
+"""What surrounds a training loop: a look at the machines before it, the record it leaves, the watchdog beside it?"""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
+import torch.distributed as dist
+
 from moesim.spec import Scenario
 from moetrain.distributed import Seat
-from moetrain.train import prepare, train
+from moetrain.observe import provenance
+from moetrain.observe.manifest import Manifest
+from moetrain.observe.preflight import preflight
+from moetrain.train import Run, prepare, train
+from moetrain.watchdog import Watchdog
 
 
 def run_training(scenario: Scenario, layout_text: str | None, seat: Seat, init_from: str | None = None) -> int:
     """A whole run of this rank; its exit code. ValueError in one line for what can't start."""
-    run = prepare(scenario, layout_text, seat)
-    return train(run)
+    run = prepare(scenario, layout_text, seat, init_from)
+    watchdog = guard(run)
+    try:
+        before(run)
+        return train(run)
+    finally:
+        if watchdog is not None:
+            watchdog.close()
+        run.close()
+
+
+def guard(run: Run) -> Watchdog | None:
+    """Watches this rank's collectives and steps, if the run wants that."""
+    limit = run.scenario.train.watchdog_s
+    if not limit:
+        return None
+    comms = run.job.mesh.comms.values()
+    members = {c.name: dist.get_process_group_ranks(c.pg) for c in comms if c.pg is not None}
+    watchdog = Watchdog(run.folder / "hangs", limit, run.seat.rank, run.seat.world, members)
+    run.job.mesh.log.note = watchdog.note
+    run.watchdog = watchdog
+    return watchdog
+
+
+def before(run: Run) -> None:
+    """Preflight and the manifest's first record; both are collective or rank 0's alone."""
+    with run.watchdog.paused("preflight") if run.watchdog is not None else nullcontext():
+        environment = _preflight(run)
+    if run.seat.rank:
+        return
+    run.manifest = Manifest(run.folder)
+    scenario = run.scenario
+    seed = scenario.seed if scenario.train.seed is None else scenario.train.seed
+    run.manifest.begin(config=scenario.model_dump(mode="json"), code=provenance.code_identity(), data=_data(run), environment=environment, seeds={"seed": seed},
+                       layout=str(run.layout), world=run.seat.world, from_step=run.done)
+
+
+def _preflight(run: Run) -> dict[str, Any]:
+    if run.scenario.train.log.preflight:
+        needed = 3.0 * sum(p.numel() * p.element_size() for _, p in run.named())
+        found = preflight(run.folder, run.job.device, checkpoints=run.checkpoints.folder.parent, needed_bytes=needed)
+        run.log.event("preflight", seconds=found.seconds, warnings=list(found.warnings))
+        for warning in found.warnings:
+            run.log.warn(warning)
+    return provenance.environment([run.seat.device_name] * run.seat.world)
+
+
+def _data(run: Run) -> dict[str, Any]:
+    """Fingerprint of the stream, and every shard's hash, as the manifest's verification reads them."""
+    data = run.scenario.train.data
+    folders = [(source.path, source.weight) for source in data.sources]
+    folders += [(data.validation.path, 0.0)] if data.validation.path else []
+    return provenance.data_identity(folders, extra=run.loader.fingerprint())

@@ -27,6 +27,7 @@ from moetrain.distributed import Seat, make_deterministic
 from moetrain.observe import balance as balances
 from moetrain.observe.flops import step_flops, utilisation
 from moetrain.observe.log import RunLog
+from moetrain.observe.manifest import Manifest
 from moetrain.observe.memory import ledger, start_peak, static_bytes
 from moetrain.observe.metrics import StepRecord
 from moetrain.observe.peaks import Peaks, peaks
@@ -34,7 +35,9 @@ from moetrain.observe.profiler import ProfileWindow
 from moetrain.observe.routing_log import RoutingRecorder
 from moetrain.observe.trace import SpanRecorder
 from moetrain.optim import Schedule, SkipGuard, clip_, grad_norm, set_lr, stage_copies
+from moetrain.params import assign
 from moetrain.statistics import LayerLoad
+from moetrain.watchdog import Watchdog
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -57,6 +60,9 @@ class Run:
     spans: SpanRecorder
     profile: ProfileWindow | None
     recorder: RoutingRecorder | None
+    manifest: Manifest | None = None
+    watchdog: Watchdog | None = None
+    recorded: dict[int, Path] = field(default_factory=dict)
     done: int = 0
     stop: bool = False
     losses: dict[str, float] = field(default_factory=dict)
@@ -68,13 +74,19 @@ class Run:
     def named(self):
         return sharding.named_parameters(self.job.parts)
 
+    def close(self) -> None:
+        """Everything this rank holds open."""
+        for part in (self.spans, self.profile, self.log, self.loader):
+            if part is not None:
+                part.close()
+
 
 def run_folder(scenario: Scenario) -> Path:
     """Where the run's files go."""
     return Path(scenario.train.log.folder.replace("{name}", scenario.name))
 
 
-def prepare(scenario: Scenario, layout_text: str | None, seat: Seat) -> Run:
+def prepare(scenario: Scenario, layout_text: str | None, seat: Seat, init_from: str | None = None) -> Run:
     """Model, data, optimizer, log and checkpoints of this rank, resumed where there is something to resume. ValueError in one line
     for what can't run, before anything is written."""
     train = scenario.train
@@ -82,6 +94,8 @@ def prepare(scenario: Scenario, layout_text: str | None, seat: Seat) -> Run:
     make_deterministic(train.deterministic)
     schedule = schedule_of(scenario)
     job = make_job(scenario, layout, seat.device)
+    if init_from:
+        start_from(job, init_from)
     loader = loader_of(scenario, job)
     folder = run_folder(scenario)
     checkpoints = Checkpointer(Path(train.checkpoint.folder) if train.checkpoint.folder else folder / "checkpoints", keep=train.checkpoint.keep,
@@ -100,6 +114,18 @@ def prepare(scenario: Scenario, layout_text: str | None, seat: Seat) -> Run:
     return Run(scenario, job, seat, folder, loader, optimizer, schedule, guard, log, checkpoints, peaks(seat.device_name, layout.precision),
                SpanRecorder(folder / "spans", seat.rank, first, last, seat.device), profile, _recorder(scenario, job, folder, seat),
                done=restored.step if restored else 0)
+
+
+def start_from(job: Job, folder: str) -> None:
+    """The weights of a Hugging Face folder in place of the seed's, each rank taking its shard."""
+    from moetrain.export.cli import initial_tensors
+    from moetrain.export.constants import Constants
+
+    n = job.scenario.train.network
+    held = dict(sharding.named_parameters(job.parts)) | {part.logical_name(name): buffer for part in job.parts for name, buffer in part.named_buffers()}
+    for name, tensor in initial_tensors(folder, job.scenario.model, Constants(n.rope_theta, n.norm_eps, n.embed_scale)):
+        if name in held:
+            assign(held[name], tensor)
 
 
 def schedule_of(scenario: Scenario) -> Schedule:
@@ -144,8 +170,6 @@ def train(run: Run) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        run.log.close()
-        run.loader.close()
     return code
 
 
@@ -163,9 +187,7 @@ def _loop(run: Run) -> None:
             validate(run)
         if "checkpoint" in also and not run.stop:
             save(run)
-        failure = run.checkpoints.poll()
-        if failure:
-            run.log.warn(failure)
+        note_published(run)
 
 
 def finish(run: Run) -> None:
@@ -173,18 +195,20 @@ def finish(run: Run) -> None:
     if run.done and run.scenario.train.checkpoint.every >= 0:
         save(run)
     run.checkpoints.wait()
-    for part in (run.spans, run.profile):
-        if part is not None:
-            part.close()
+    note_published(run)
     if run.recorder is not None:
         run.recorder.flush()
     run.log.event("end", step=run.done, **run.losses)
+    if run.manifest is not None and run.done == run.scenario.train.steps:
+        run.manifest.result(run.done, run.losses)
 
 
 def one_step(run: Run, also: list[str]) -> None:
     """One step of the optimizer, or its skip."""
     number = run.done + 1
     begin = time.perf_counter()
+    if run.watchdog is not None:
+        run.watchdog.step(number)
     base = start_peak(run.job.device)
     held = static_bytes(run.job.parts, [run.optimizer]).total
     run.spans.begin_step(number)
@@ -295,8 +319,24 @@ def save(run: Run) -> None:
     except CheckpointError as error:
         run.log.warn(str(error))
         return
-    size = sum(t.numel() * t.element_size() for _, t in run.named()) * 3
-    run.log.event("checkpoint", step=run.done, seconds=held, bytes=size, asynchronous=run.checkpoints.asynchronous)
+    run.log.note(f"checkpoint of step {run.done} held training up for {held:.3f} s")
+
+
+def note_published(run: Run) -> None:
+    """What the background has finished, in the log and the manifest; a failure is a warning."""
+    failure = run.checkpoints.poll()
+    if failure:
+        run.log.warn(failure)
+    last = run.checkpoints.last
+    if last is None or last.step in run.recorded:
+        return
+    run.recorded[last.step] = last.path
+    run.log.event("checkpoint", step=last.step, seconds=last.seconds, bytes=last.bytes)
+    if run.manifest is not None:
+        run.manifest.checkpoint(last.step, last.path)
+        for gone in [number for number, path in run.recorded.items() if not path.exists()]:
+            run.manifest.removed(gone)
+            del run.recorded[gone]
 
 
 def validate(run: Run) -> float:

@@ -105,13 +105,14 @@ def model_tensors(parts: Sequence[nn.Module]) -> list[tuple[str, torch.Tensor]]:
     each hold a copy of a tied weight."""
     found: dict[tuple[str, int], torch.Tensor] = {}
     for part in parts:
+        logical = getattr(part, "logical_name", str)
         # keep_vars: the parameters themselves, and FSDP's hook brings them back to their sharded form.
         for name, tensor in part.state_dict(keep_vars=True).items():
             for wrapper in WRAPPERS:
                 name = name.replace(wrapper, "")
             if not isinstance(tensor, torch.Tensor):
                 raise CheckpointError(f"model state {name} is a {type(tensor).__name__}, not a tensor")
-            found.setdefault((name, id(tensor)), tensor)
+            found.setdefault((logical(name), id(tensor)), tensor)
     return [(name, tensor) for (name, _), tensor in found.items()]
 
 
