@@ -226,3 +226,11 @@ def load_cluster(name: str | Path, sets: Iterable[str] = ()) -> ClusterSpec:
 def load_gpu(name: str | Path, sets: Iterable[str] = ()) -> GpuSpec:
     """A GPU by preset name or path, with overrides. Raises SpecError."""
     return _load("gpu", GpuSpec, name, sets)
+
+
+def read_dump(data: Any, where: str) -> Scenario:
+    """A scenario from its own JSON form (`model_dump`), as a checkpoint or manifest holds it. Raises SpecError."""
+    try:
+        return Scenario.model_validate_json(json.dumps(data))
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"{where}: no scenario of this version: {' '.join(str(error).split())[:160]}") from None

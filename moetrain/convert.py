@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import pydantic
-
 from moesim.layout import Layout
-from moesim.spec import Scenario
+from moesim.load import read_dump
 from moetrain.build import Job, make_job
 from moetrain.checkpoint import CheckpointError, Checkpointer, folders
 from moetrain.export import cli as exporting
@@ -24,10 +21,7 @@ def load_whole(where: str | Path) -> tuple[Job, int]:
             raise CheckpointError(f"{path}: no whole checkpoint there")
         path = found
     stored = folders.read_state(path)
-    try:
-        scenario = Scenario.model_validate_json(json.dumps(stored.extra["config"]))
-    except (KeyError, pydantic.ValidationError) as error:
-        raise CheckpointError(f"{path}: its configuration can't be read: {' '.join(str(error).split())[:120]}") from None
+    scenario = read_dump(stored.extra.get("config"), str(path))
     scenario = scenario.model_copy(update={"train": scenario.train.model_copy(update={"dtype": "float32", "device": "cpu"})})
     job = make_job(scenario, Layout())
     Checkpointer(path.parent, asynchronous=False).load(path, job.parts)

@@ -20,6 +20,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PLUGINS = ("axes", "costs", "schedules")
+PACKAGES = ("moesim", "moetrain", "calibration")
 
 # A module imports only modules of rows above it. The numbers are the layers of the design; a letter splits a layer whose files
 # build on one another. A package of plug-ins stands in one row; what its files import from each other is checked below.
@@ -52,13 +53,16 @@ ROW_OF = {module: i for i, names in enumerate(ROWS.values()) for module in names
 LABELS = [label.strip() for label in ROWS]
 
 HOMES = {
+    "tokenizers": {"moetrain.data.tokenizer"},
+    "pyarrow": {"moetrain.data.inputs"},
+    "safetensors": {f"moetrain.{m}" for m in ("forced", "export.read", "export.write", "observe.routing_log")},
     "simpy": {"moesim.engine"},
     "yaml": {"moesim.document", "calibration.write"},
     "plotly": {"moesim.page", "calibration.plots"},
     "scipy": {"calibration.fit", "moesim.profile"},
-    "typer": {"moesim.cli", "calibration.__main__"},
-    "rich": {"moesim.cli", "moesim.report"},
-    "pydantic": {f"moesim.{m}" for m in ("spec", "hardware", "training", "fields", "load", "profile", "stack", "model_error", "coverage")},
+    "typer": {"moesim.cli", "calibration.__main__", "moetrain.cli", "moetrain.data.cli", "moetrain.observe.cli"},
+    "rich": {"moesim.cli", "moesim.report", "moetrain.observe.log", "moetrain.data.cli"},
+    "pydantic": {f"moesim.{m}" for m in ("spec", "hardware", "training", "fields", "load", "profile", "stack", "model_error", "coverage")} | {"moetrain.data.shards", "moetrain.export.config"},
     "pint": {"moesim.units"},
 }
 LAZY = {"pint", "plotly", "scipy"}
@@ -79,6 +83,11 @@ SHARED = {
 PLUGIN_LIBRARIES = {"axes": set(), "costs": {"numpy"}, "schedules": set()}
 
 
+# What the trainer may see of the planner: words for models, layouts and ops, and the readers of files; nothing that prices or searches.
+TRAINER_SEES = {"closed_form", "document", "files", "hardware", "huggingface", "layout", "load", "measurement", "ops", "program", "routing", "schedules", "spec",
+                "timeline", "training", "units", ""}
+
+
 class Import(NamedTuple):
     module: str
     line: int
@@ -96,7 +105,10 @@ def name_of(path: Path) -> str:
 
 @lru_cache(maxsize=None)
 def modules() -> frozenset[str]:
-    return frozenset(name_of(p) for package in ("moesim", "calibration") for p in sources(package))
+    return frozenset(name_of(p) for package in PACKAGES for p in sources(package))
+
+
+EVERYTHING = [p for package in PACKAGES for p in sources(package)]
 
 
 @lru_cache(maxsize=None)
@@ -164,23 +176,42 @@ def test_a_row_imports_only_rows_above(path):
         assert ROW_OF[other] < ROW_OF[mine], f"{path.name}:{found.line}: row {LABELS[ROW_OF[mine]]} imports {other} of row {LABELS[ROW_OF[other]]}"
 
 
-FORBIDDEN = {"moesim": {"torch", "triton", "moetrain", "calibration", "tests"}, "calibration": {"torch", "triton", "moetrain", "tests"}}
+FORBIDDEN = {"moesim": {"torch", "triton", "moetrain", "calibration", "tests"}, "calibration": {"torch", "triton", "moetrain", "tests"},
+             "moetrain": {"calibration", "tests", "simpy", "scipy", "plotly", "yaml"}}
 
 
-@pytest.mark.parametrize("path", sources("moesim") + sources("calibration"), ids=name_of)
+@pytest.mark.parametrize("path", EVERYTHING, ids=name_of)
 def test_each_package_stays_on_its_side(path):
     package = name_of(path).split(".")[0]
     seen = {found.module.split(".")[0] for found in imports(path)}
     assert not seen & FORBIDDEN[package], f"{name_of(path)} imports {sorted(seen & FORBIDDEN[package])}"
 
 
-@pytest.mark.parametrize("path", sources("moesim") + sources("calibration"), ids=name_of)
+@pytest.mark.parametrize("path", EVERYTHING, ids=name_of)
 def test_one_home_a_dependency(path):
     for found in imports(path):
         library = found.module.split(".")[0]
         if library in HOMES:
             assert name_of(path) in HOMES[library], f"{name_of(path)}:{found.line}: {library} lives in {', '.join(sorted(HOMES[library]))}"
         assert found.lazy or library not in LAZY, f"{name_of(path)}:{found.line}: {library} is imported inside the function that needs it"
+
+
+@pytest.mark.parametrize("path", sources("moetrain"), ids=name_of)
+def test_the_trainer_sees_the_planners_words_only(path):
+    for found in imports(path):
+        if found.module.split(".")[0] == "moesim":
+            assert unit(found.module) in TRAINER_SEES, f"{name_of(path)}:{found.line} imports {found.module}"
+        if found.module.split(".")[0] == "triton":
+            assert name_of(path).startswith("moetrain.kernels."), f"{name_of(path)}:{found.line}: triton lives in moetrain/kernels"
+
+
+def test_the_trainers_modules_form_no_ring():
+    """Imports at module level, so that any file can be read after those it imports."""
+    above = {name_of(p): {i.module for i in imports(p) if i.module.startswith("moetrain.") and not i.lazy} for p in sources("moetrain")}
+    done: set[str] = set()
+    while ready := {m for m, needs in above.items() if m not in done and needs <= done | {m}}:
+        done |= ready
+    assert len(done) == len(above), f"rings among {sorted(set(above) - done)}"
 
 
 def third_party(package: str) -> set[str]:
@@ -227,7 +258,7 @@ def test_planning_imports_no_chart_unit_or_fit_library():
 # --- the house's habits -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", [p for p in sources("moesim") + sources("calibration") if p.name != "__init__.py"], ids=name_of)
+@pytest.mark.parametrize("path", [p for p in EVERYTHING if p.name != "__init__.py"], ids=name_of)
 def test_a_file_begins_with_the_question_it_answers(path):
     first = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0]
     assert "?" in first, f"{name_of(path)}: the docstring's first paragraph asks no question: {first[:80]!r}"
@@ -237,12 +268,12 @@ LONG, TOO_LONG = 450, 650
 
 
 def test_files_and_functions_stay_small():
-    lengths = {name_of(p): len(p.read_text().splitlines()) for package in ("moesim", "calibration", "tests") for p in sources(package)}
+    lengths = {name_of(p): len(p.read_text().splitlines()) for package in (*PACKAGES, "tests") for p in sources(package)}
     long = {name: n for name, n in lengths.items() if n > LONG}
     if long:
         warnings.warn(f"longer than {LONG} lines: {long}", stacklevel=1)
     assert max(lengths.values()) <= TOO_LONG, {name: n for name, n in lengths.items() if n > TOO_LONG}
-    functions = [node.end_lineno - node.lineno + 1 for package in ("moesim", "calibration") for p in sources(package)
+    functions = [node.end_lineno - node.lineno + 1 for package in PACKAGES for p in sources(package)
                  for node in ast.walk(ast.parse(p.read_text())) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     assert statistics.median(functions) <= 14
 
