@@ -253,6 +253,33 @@ def test_configs_that_mean_another_model_are_refused(message, folder):
     assert "\n" not in str(refused.value) and str(path) in str(refused.value)
 
 
+JUNK = [None, -1, 0, 1, 2.5, "text", True, [], [7], {}, {"type": "x"}, 10**12, float("nan")]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_config_with_any_one_value_replaced_is_a_model_or_one_line(form, tmp_path):
+    fields = next(fields for of, fields in CASES.values() if of == form)
+    spec = ModelSpec(**(SIZES | fields))
+    config = FORMS[form].write_config(spec, constants_for(form)) | {"model_type": form}
+    for key in config:
+        for value in JUNK:
+            (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+            try:
+                assert read_config(tmp_path).spec.num_params > 0
+            except ValueError as error:
+                assert "\n" not in str(error) and len(str(error)) < 600
+
+
+def test_the_same_stack_described_otherwise_is_the_same_model(tmp_path):
+    """Two layers, the second sparse: one leading dense layer, or every second one."""
+    spec = ModelSpec(**(SIZES | OLMO3 | {"num_leading_dense_layers": 0, "moe_layer_interval": 2, "sliding_window": 5, "full_attention_every": 3}))
+    folder = export(model(spec), spec, "olmo3moe", tmp_path / "out")
+    assert read_config(folder).spec.num_leading_dense_layers == 1
+    assert dict(load(folder, spec)).keys() == model(spec).keys()
+    with pytest.raises(ValueError, match="layer 0 is dense, window 5, but the model to be filled has moe, window 5"):
+        next(load(folder, spec.model_copy(update={"moe_layer_interval": 1})))
+
+
 def test_a_tied_head_stored_all_the_same_must_be_equal(tmp_path):
     spec = MIXTRAL.model_copy(update={"tie_embeddings": True})
     folder = export(model(spec), spec, "mixtral", tmp_path / "out")

@@ -84,12 +84,12 @@ def _constants(config: dict[str, Any], kind: str) -> Constants:
     if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
         raise ValueError(f"'rope_parameters' {rope!r:.80} is not supported; rope_type 'default' is")
     theta = rope.get("rope_theta") or config.get("rope_theta") or THETA.get(kind, 10_000.0)
-    eos = config.get("eos_token_id")
+    eos, positions = config.get("eos_token_id"), config.get("max_position_embeddings")
     return Constants(
         rope_theta=_positive("rope_theta", theta),
         norm_eps=_positive("rms_norm_eps", config.get("rms_norm_eps", NORM_EPS.get(kind, 1e-6))),
         embed_scale=_positive("embed_scale", config.get("embed_scale", 1.0)),
-        max_positions=config.get("max_position_embeddings") or 4096,
+        max_positions=positions if type(positions) is int and positions > 0 else 4096,  # OLMo-core writes -1
         eos_token=eos if type(eos) is int else None,
     )
 

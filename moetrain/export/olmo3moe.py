@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moesim.huggingface import ConfigError
+from moesim.huggingface import MAX_LAYERS, MAX_SIZE, ConfigError
 from moesim.spec import ModelSpec
 from moetrain.export.constants import Constants
 from moetrain.export.families import ATTENTION, DENSE, ENDS, config_with_heads, experts, same_biases
@@ -83,68 +83,96 @@ def model_fields(c: dict[str, Any]) -> dict[str, Any]:
     for key, legal in NEUTRAL.items():
         if c.get(key, legal[0]) not in legal:
             raise ConfigError(f"'{key}' {c[key]!r:.40} cannot be expressed")
-    try:
-        return _sizes(c) | _features(c) | _layers(c)
-    except KeyError as error:
-        raise ConfigError(f"model_type 'olmo3moe' needs {error}") from None
+    return _sizes(c) | _features(c) | _dense_layers(c) | _windows(c)
+
+
+def _get(c: dict[str, Any], key: str) -> Any:
+    if key not in c:
+        raise ConfigError(f"model_type 'olmo3moe' needs '{key}'")
+    return c[key]
+
+
+def _count(c: dict[str, Any], key: str, low: int = 1, high: int = MAX_SIZE) -> int:
+    value = _get(c, key)
+    if type(value) is not int or not low <= value <= high:
+        raise ConfigError(f"'{key}' must be an integer from {low} to {high}, not {value!r:.40}")
+    return value
+
+
+def _flag(c: dict[str, Any], key: str) -> bool:
+    if type(_get(c, key)) is not bool:
+        raise ConfigError(f"'{key}' must be true or false, not {c[key]!r:.40}")
+    return c[key]
 
 
 def _sizes(c: dict[str, Any]) -> dict[str, Any]:
-    shared = c["shared_expert_intermediate_size"]
+    heads, shared = _count(c, "num_attention_heads"), c.get("shared_expert_intermediate_size")
     return {
         "name": str(c.get("_name_or_path") or "olmo3moe")[:200],
-        "num_layers": c["num_hidden_layers"],
-        "hidden_size": c["hidden_size"],
-        "vocab_size": c["vocab_size"],
-        "num_heads": c["num_attention_heads"],
-        "num_kv_heads": c.get("num_key_value_heads") or c["num_attention_heads"],
-        "head_dim": c.get("head_dim") or c["attention_hidden_size"] // c["num_attention_heads"],
-        "num_experts": c["n_routed_experts"],
-        "top_k": c["num_experts_per_tok"],
-        "moe_intermediate_size": c["moe_intermediate_size"],
+        "num_layers": _count(c, "num_hidden_layers", 1, MAX_LAYERS),
+        "hidden_size": _count(c, "hidden_size"),
+        "vocab_size": _count(c, "vocab_size"),
+        "num_heads": heads,
+        "num_kv_heads": heads if c.get("num_key_value_heads") is None else _count(c, "num_key_value_heads"),
+        "head_dim": _count(c, "attention_hidden_size") // heads if c.get("head_dim") is None else _count(c, "head_dim"),
+        "num_experts": _count(c, "n_routed_experts"),
+        "top_k": _count(c, "num_experts_per_tok"),
+        "moe_intermediate_size": _count(c, "moe_intermediate_size"),
         "num_shared_experts": 0 if shared is None else 1,
-        "shared_intermediate_size": shared or 0,
+        "shared_intermediate_size": 0 if shared is None else _count(c, "shared_expert_intermediate_size"),
     }
 
 
 def _features(c: dict[str, Any]) -> dict[str, Any]:
-    power, trained_k = c["normalize_expert_weights"], c.get("original_num_experts_per_tok")
-    if power not in (None, 1, 1.0):
+    power = _get(c, "normalize_expert_weights")
+    if power is not None and (type(power) not in (int, float) or power != 1):
         raise ConfigError(f"'normalize_expert_weights' {power!r:.20} cannot be expressed; 1 and null can")
-    scale = float(c["num_experts_per_tok"]) if c["restore_weight_scale"] else 1.0
-    if trained_k is not None:
-        scale *= (trained_k / c["num_experts_per_tok"]) ** 0.5
+    top_k = _count(c, "num_experts_per_tok")
+    scale = float(top_k) if _flag(c, "restore_weight_scale") else 1.0
+    if c.get("original_num_experts_per_tok") is not None:
+        scale *= (_count(c, "original_num_experts_per_tok") / top_k) ** 0.5
     return {
         "tie_embeddings": bool(c.get("tie_word_embeddings", False)),
-        "qk_norm": "per_head" if c["use_head_qk_norm"] else "full",
+        "qk_norm": "per_head" if _flag(c, "use_head_qk_norm") else "full",
         "qkv_bias": bool(c.get("attention_bias", False)),
         "out_bias": bool(c.get("attention_bias", False)),
         "norm_placement": "post",
-        "embedding_norm": bool(c["embed_norm"]),
-        "router": c["gating_function"],
+        "embedding_norm": _flag(c, "embed_norm"),
+        "router": _get(c, "gating_function"),
         "normalize_top_k": power is not None,
         "routed_scale": scale,
     }
 
 
-def _layers(c: dict[str, Any]) -> dict[str, Any]:
-    """Which layers are dense, and which look through a window."""
-    size, dense, kinds = c["num_hidden_layers"], set(c["dense_layers_indices"]), c["layer_types"]
-    found = {"intermediate_size": c["dense_mlp_intermediate_size"] if dense else 0}
-    pattern = next(((lead, every) for every in range(1, size + 1) for lead in range(size) if _dense_layers(size, lead, every) == dense), None)
-    if pattern is None:
+def _dense_layers(c: dict[str, Any]) -> dict[str, Any]:
+    """The listed dense layers as "so many first, then all but every n-th"."""
+    size, listed = _count(c, "num_hidden_layers", 1, MAX_LAYERS), _get(c, "dense_layers_indices")
+    if not isinstance(listed, list) or any(type(i) is not int or not 0 <= i < size for i in listed):
+        raise ConfigError(f"'dense_layers_indices' must list layers from 0 to {size - 1}, not {listed!r:.40}")
+    listed = set(listed)
+    sparse = [i for i in range(size) if i not in listed]
+    if not sparse:
+        raise ConfigError("'dense_layers_indices' leaves no MoE layer")
+    every = sparse[1] - sparse[0] if len(sparse) > 1 else size - sparse[0]
+    lead = sparse[0] - every + 1
+    if lead < 0 or sparse != list(range(sparse[0], size, every)):
         raise ConfigError("'dense_layers_indices' cannot be expressed: dense layers must lead or alternate")
-    found |= {"num_leading_dense_layers": pattern[0], "moe_layer_interval": pattern[1]}
-    full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
-    if set(kinds) - {"full_attention", "sliding_attention"} or len(kinds) != size:
+    return {
+        "intermediate_size": _count(c, "dense_mlp_intermediate_size") if listed else 0,
+        "num_leading_dense_layers": lead,
+        "moe_layer_interval": every,
+    }
+
+
+def _windows(c: dict[str, Any]) -> dict[str, Any]:
+    """Which layers look through a window."""
+    size, kinds = _count(c, "num_hidden_layers", 1, MAX_LAYERS), _get(c, "layer_types")
+    if not isinstance(kinds, list) or len(kinds) != size or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
         raise ConfigError("'layer_types' must name every layer once, full_attention or sliding_attention")
+    full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
     if len(full) == size:
-        return found
+        return {}
     every = full[0] + 1 if full else 1
     if full and full != list(range(every - 1, size, every)):
         raise ConfigError("'layer_types' is not regular: every n-th layer must attend fully")
-    return found | {"sliding_window": c["sliding_window"], "full_attention_every": every}
-
-
-def _dense_layers(size: int, lead: int, every: int) -> set[int]:
-    return {i for i in range(size) if i < lead or (i - lead + 1) % every}
+    return {"sliding_window": _count(c, "sliding_window"), "full_attention_every": every}

@@ -25,8 +25,8 @@ PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 REBUILT = ("rotary_emb.inv_freq",)
 """Endings of tensors that old files hold and every class computes for itself."""
 
-# Numbers of a spec that the tensors don't depend on: what a name, or the same width counted otherwise, says.
-INDIFFERENT = {"name", "num_shared_experts"}
+# Fields that may differ between specs of the same model: names, widths counted otherwise, and what `_layers` compares.
+INDIFFERENT = {"name", "num_shared_experts", "num_leading_dense_layers", "moe_layer_interval", "sliding_window", "full_attention_every"}
 
 
 def load(folder: str | Path, spec: ModelSpec | None = None, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -65,6 +65,15 @@ def _agree(folder: Path, found: ModelSpec, expected: ModelSpec) -> None:
         here, there = getattr(found, field), getattr(expected, field)
         if here != there and not (field == "intermediate_size" and "dense" not in expected.layer_kinds()):
             raise ValueError(f"{folder / 'config.json'}: {field} is {here}, but the model to be filled has {there}")
+    for i, (here, there) in enumerate(zip(_layers(found), _layers(expected), strict=True)):
+        if here != there:
+            raise ValueError(f"{folder / 'config.json'}: layer {i} is {here}, but the model to be filled has {there}")
+
+
+def _layers(spec: ModelSpec) -> list[str]:
+    """What each layer is: the same stack may be described by different intervals."""
+    windows = [spec.window(i) for i in range(spec.num_layers)]
+    return [f"{kind}, " + (f"window {w}" if w else "full attention") for kind, w in zip(spec.layer_kinds(), windows, strict=True)]
 
 
 def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:

@@ -64,11 +64,27 @@ def export(
         for copy in copies:
             shutil.copyfile(copy, hidden / copy.name)
         hidden.chmod(0o755)
-        os.replace(hidden, target)
+        _publish(hidden, target)
     except BaseException:
         shutil.rmtree(hidden, ignore_errors=True)
         raise
     return target
+
+
+def _publish(hidden: Path, target: Path) -> None:
+    """Every byte on disk first, then the name."""
+    for path in [*hidden.iterdir(), hidden]:
+        _sync(path)
+    os.replace(hidden, target)
+    _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _fill(folder: Path, tensors: Source, spec: ModelSpec, form: Form, constants: Constants, dtype: torch.dtype | None, shard_bytes: int) -> None:
