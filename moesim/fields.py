@@ -75,6 +75,27 @@ def _field_to_si(cls: type[BaseModel], key: str, value: Any, path: Path) -> Any:
     return _number(value, dimension, path) if dimension else value
 
 
+def to_text(spec: BaseModel) -> dict[str, Any]:
+    """A spec as its file would say it: quantities as text with a unit, defaults left out. The inverse of `to_si`, to the last bit."""
+    return {key: _field_to_text(type(spec), key, getattr(spec, key)) for key in type(spec).model_fields if key in spec.model_dump(exclude_defaults=True)}
+
+
+def _field_to_text(cls: type[BaseModel], key: str, value: Any) -> Any:
+    dimension, _ = _expects(cls, key)
+    if isinstance(value, BaseModel):
+        return to_text(value)
+    if isinstance(value, (tuple, list)):
+        return [to_text(v) if isinstance(v, BaseModel) else v for v in value]
+    if isinstance(value, dict):
+        return {k: _quantity_text(v, dimension) for k, v in value.items()}
+    return _quantity_text(value, dimension)
+
+
+def _quantity_text(value: Any, dimension: str | None) -> Any:
+    unit = units.DIMENSIONS[dimension][0] if dimension in units.DIMENSIONS else ""
+    return f"{value!r} {unit}" if unit and value is not None else value
+
+
 def _number(value: Any, dimension: str, path: Path) -> Any:
     bare = isinstance(value, (int, float)) and not isinstance(value, bool)
     if bare and dimension in units.DIMENSIONS and value != 0:

@@ -1,8 +1,9 @@
-"""How does the winner of a plan become a job? (A folder with the trainer's config and the torchrun command that starts it.)
+"""How does the winner of a plan become a job? (A folder with the run's scenario and the scripts that start it.)
 
-``train.yaml`` holds everything the trainer needs (model, layout text, workload, seed) and what was predicted, so that a run can
-be held against its plan. ``launch.sh`` runs on every node; ranks are numbered node by node, which is what keeps a layout's inner
-groups inside a node. The config is written first: a folder that holds it is known as ours.
+``train.yaml`` is a scenario again: the planned one with the winner as its layout, readable by `moetrain train` and by every command of
+moesim. ``predicted.json`` holds what was predicted, so that a run can be held against its plan. ``launch.sh`` runs on every node;
+ranks are numbered node by node, which is what keeps a layout's inner groups inside a node; ``submit.sbatch`` starts it under Slurm.
+The scenario is written first: a folder that holds it is known as ours.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from moesim import __version__
+from moesim.fields import to_text
 from moesim.files import write_atomically
 from moesim.plan import Candidate
 from moesim.spec import Scenario
 
-CONFIG, SCRIPT = "train.yaml", "launch.sh"
+CONFIG, PREDICTED, SCRIPT, SLURM = "train.yaml", "predicted.json", "launch.sh", "submit.sbatch"
+RESTARTS = 3
+"""Of all processes after one has died; a run resumes from its newest good checkpoint each time."""
 MARK = "# Written by moesim plan --launch"
 
 
@@ -46,29 +49,26 @@ def _is_ours(path: Path) -> bool:
 
 
 def write_launch(directory: str | os.PathLike[str], scenario: Scenario, winner: Candidate) -> tuple[Path, Path]:
-    """Write config and script of ``winner`` into ``directory`` (made when missing); returns their paths. ValueError, OSError."""
+    """Write scenario and scripts of ``winner`` into ``directory`` (made when missing); returns the paths of the scenario and the script. ValueError, OSError."""
     path = check_directory(directory)
     path.mkdir(parents=True, exist_ok=True)
     write_atomically(path / CONFIG, _config(scenario, winner))
+    write_atomically(path / PREDICTED, _predicted(scenario, winner))
     write_atomically(path / SCRIPT, _script(scenario))
     (path / SCRIPT).chmod(0o755)
+    write_atomically(path / SLURM, _slurm(scenario))
     return path / CONFIG, path / SCRIPT
 
 
 def _config(scenario: Scenario, winner: Candidate) -> str:
-    cluster = scenario.cluster
-    content = {
-        "scenario": {"name": scenario.name, "hash": scenario.hash, "moesim_version": __version__},
-        "layout": winner.layout,
-        "num_microbatches": winner.num_microbatches,
-        "model": scenario.model.model_dump(mode="json"),
-        "workload": scenario.workload.model_dump(mode="json"),
-        "seed": scenario.seed,
-        "cluster": {"name": cluster.name, "gpu": cluster.gpu.name, "num_nodes": cluster.num_nodes, "gpus_per_node": cluster.gpus_per_node},
-        "predicted": {key: value for key, value in asdict(winner).items()
-                      if key in ("tokens_per_s_per_gpu", "low", "high", "step_s", "mfu", "mfu_denominator", "peak_bytes")},
-    }
+    content = {key: value for key, value in to_text(scenario).items() if key not in ("search", "layout")} | {"layout": winner.layout}
     return f"{MARK} (moesim {__version__}); start it with ./{SCRIPT}\n" + to_yaml(content)
+
+
+def _predicted(scenario: Scenario, winner: Candidate) -> str:
+    kept = ("layout", "num_microbatches", "tokens_per_s_per_gpu", "low", "high", "step_s", "mfu", "mfu_denominator", "peak_bytes")
+    content = {"scenario": {"name": scenario.name, "hash": scenario.hash, "moesim_version": __version__}}
+    return json.dumps(content | {key: getattr(winner, key) for key in kept}, indent=1) + "\n"
 
 
 def to_yaml(content: Mapping[str, Any], indent: int = 0) -> str:
@@ -122,6 +122,30 @@ NODE_RANK="${NODE_RANK:-${SLURM_NODEID:?set NODE_RANK}}"
 {MARK} (scenario {scenario.hash})
 set -euo pipefail
 cd "$(dirname "${{BASH_SOURCE[0]}}")"
-{need}exec torchrun {where} --nproc-per-node={cluster.gpus_per_node} \\
+{need}# Restarted ranks must not meet the addresses of dead ones in the agent's store.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+exec torchrun {where} --nproc-per-node={cluster.gpus_per_node} --max-restarts={RESTARTS} \\
   -m moetrain train {CONFIG} "$@"
 """
+
+
+def _slurm(scenario: Scenario) -> str:
+    cluster = scenario.cluster
+    return f"""#!/usr/bin/env bash
+{MARK} (scenario {scenario.hash}); sbatch {SLURM}
+#SBATCH --job-name={_word(scenario.name)}
+#SBATCH --nodes={cluster.num_nodes}
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node={cluster.gpus_per_node}
+#SBATCH --exclusive
+#SBATCH --signal=TERM@120
+# TERM two minutes before the limit: the run saves its state, and the job submitted again resumes it.
+set -euo pipefail
+export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+srun --kill-on-bad-exit=1 bash {SCRIPT} "$@"
+"""
+
+
+def _word(text: str) -> str:
+    """A name that no shell or scheduler takes apart."""
+    return "".join(c if c.isascii() and (c.isalnum() or c in "_-.") else "_" for c in text)

@@ -22,7 +22,9 @@ import moesim
 from moesim import cli, launch
 from moesim.files import write_atomically
 from moesim.layout import LayoutError
-from moesim.load import load_scenario
+from moesim.fields import to_text
+from moesim.load import load_cluster, load_scenario, parse_scenario, preset_names
+from moesim.spec import SearchSpec
 
 PUBLISHED = Path(__file__).parent.parent / "calibration" / "measurements" / "published_runs.csv"
 SCENARIO = """\
@@ -204,25 +206,23 @@ def test_progress_shows_on_a_terminal_only(monkeypatch):
 def test_launch_holds_the_winner(scenario, search, tmp_path):
     target = tmp_path / "runs" / "first"
     assert run("plan", scenario, "--launch", target).exit_code == 0
-    assert sorted(p.name for p in target.iterdir()) == ["launch.sh", "train.yaml"]
-    config = yaml.safe_load((target / "train.yaml").read_text())
+    assert sorted(p.name for p in target.iterdir()) == ["launch.sh", "predicted.json", "submit.sbatch", "train.yaml"]
     spec, best = load_scenario(scenario), search.answer.candidates[0]
-    assert config["layout"] == best.layout and config["seed"] == 7
-    assert config["scenario"]["hash"] == spec.hash
-    assert config["model"] == spec.model.model_dump(mode="json")
-    assert config["workload"] == spec.workload.model_dump(mode="json")
-    assert config["predicted"]["tokens_per_s_per_gpu"] == best.tokens_per_s_per_gpu
+    job = load_scenario(target / "train.yaml")
+    assert job.layout == best.layout and job == spec.model_copy(update={"layout": best.layout, "search": SearchSpec()})
+    predicted = json.loads((target / "predicted.json").read_text())
+    assert predicted["scenario"]["hash"] == spec.hash and predicted["tokens_per_s_per_gpu"] == best.tokens_per_s_per_gpu
     script = (target / "launch.sh").read_text()
-    assert "--nnodes=2" in script and "--nproc-per-node=8" in script and "-m moetrain train train.yaml" in script
+    assert "--nnodes=2" in script and "--nproc-per-node=8" in script and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in script and "-m moetrain train train.yaml" in script
     assert os.access(target / "launch.sh", os.X_OK)
 
 
 @pytest.mark.parametrize("nodes, environment, expected", [
-    (1, {}, "--standalone --nproc-per-node=8 -m moetrain train train.yaml --steps 3"),
+    (1, {}, "--standalone --nproc-per-node=8 --max-restarts=3 -m moetrain train train.yaml --steps 3"),
     (4, {"NODE_RANK": "2", "MASTER_ADDR": "n0"},
-     "--nnodes=4 --node-rank=2 --master-addr=n0 --master-port=29500 --nproc-per-node=8 -m moetrain train train.yaml --steps 3"),
+     "--nnodes=4 --node-rank=2 --master-addr=n0 --master-port=29500 --nproc-per-node=8 --max-restarts=3 -m moetrain train train.yaml --steps 3"),
     (4, {"SLURM_NODEID": "3", "MASTER_ADDR": "n0", "MASTER_PORT": "1"},
-     "--nnodes=4 --node-rank=3 --master-addr=n0 --master-port=1 --nproc-per-node=8 -m moetrain train train.yaml --steps 3"),
+     "--nnodes=4 --node-rank=3 --master-addr=n0 --master-port=1 --nproc-per-node=8 --max-restarts=3 -m moetrain train train.yaml --steps 3"),
 ])
 def test_script_runs_torchrun(scenario, tmp_path, nodes, environment, expected):
     spec = load_scenario(scenario, (f"cluster.num_nodes={nodes}",))
@@ -233,6 +233,14 @@ def test_script_runs_torchrun(scenario, tmp_path, nodes, environment, expected):
     done = subprocess.run([tmp_path / "job" / "launch.sh", "--steps", "3"], env={"PATH": f"{tmp_path}:/usr/bin:/bin", **environment},
                           capture_output=True, text=True)
     assert done.stdout.strip() == expected, done.stderr
+
+
+@pytest.mark.parametrize("name", preset_names("cluster"))
+def test_any_cluster_comes_back_from_its_text(name):
+    """Quantities with their units, to the last bit."""
+    cluster = load_cluster(name)
+    text = launch.to_yaml({"name": "x", "model": "mixtral_8x7b", "cluster": to_text(cluster), "workload": {"seq_len": 8, "global_batch_tokens": 8}})
+    assert parse_scenario(text).cluster == cluster
 
 
 def test_script_says_what_it_lacks(scenario, tmp_path):
