@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
-from moetrain.checkpoint import Checkpointer
-from moetrain.checkpoint.boxes import model_tensors
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from moetrain.checkpoint import Checkpointer
+from moetrain.checkpoint.boxes import model_tensors
 
 EXPERTS, WIDTH, FFN = 4, 6, 10
 
@@ -55,7 +56,7 @@ def shard(part: nn.Module, mesh, ep_mesh=None, tp: bool = False) -> nn.Module:
 
 
 def build(rank: int, world: int, layout: str) -> list[nn.Module]:
-    """The parts of this rank: one | dp | epN (N of the ranks share the experts) | tp | pp (two stages) | pp-virtual (two a rank)."""
+    """The parts of this rank: one | dp | hsdp | epN (N of the ranks share the experts) | tp | pp (two stages) | pp-virtual (two a rank)."""
     if layout == "one":
         return [part_of([0, 1])]
     if layout.startswith("pp"):
@@ -64,6 +65,11 @@ def build(rank: int, world: int, layout: str) -> list[nn.Module]:
     if layout == "tp":
         mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
         return [shard(part_of([0, 1]), mesh, tp=True)]
+    if layout == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        for layer in (part := part_of([0, 1])).layers.values():
+            fully_shard(layer, mesh=mesh)
+        return [part]
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
     if layout == "dp":
         return [shard(part_of([0, 1]), mesh)]

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import pickle
 import shutil
+import subprocess
+import time
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from small_checkpoints import adam, build, contents, fresh, part_of, reference, same, step
+from torch import nn
+
 from moetrain import checkpoint
 from moetrain.checkpoint import Checkpointer, CheckpointError, Checks, Damaged, dcp, folders
 from moetrain.testing import run_ranks
-from torch import nn
 
-from small_checkpoints import adam, build, fresh, part_of, step
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.filterwarnings("ignore:Detected pickle protocol")]
 
 # --- what does not fit ------------------------------------------------------------------------------------------------------
 
@@ -233,6 +239,75 @@ def test_a_full_disk_on_one_rank_is_one_line_on_all_and_the_next_save_works(tmp_
         assert after_failure == ["step-00000001"] and latest.name == "step-00000003"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+def test_a_file_system_that_is_really_full(tmp_path):
+    """Sizes at which the data, the index or the state is what no longer fits."""
+    parts, optimizer = fresh()
+    step(parts, optimizer)
+    Checkpointer(tmp_path / "roomy", asynchronous=False).save(1, parts, optimizer)
+    whole = sum(-(-p.stat().st_size // 4096) * 4096 for p in (tmp_path / "roomy" / "step-00000001").iterdir())
+    for room in range(4096, whole + 4096, 8192):
+        mount = tmp_path / f"small-{room}"
+        mount.mkdir()
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={whole + room}", "tmpfs", str(mount)], capture_output=True, check=False).returncode:
+            pytest.skip("no tmpfs here")
+        try:
+            checkpointer = Checkpointer(mount, asynchronous=False)
+            checkpointer.save(1, parts, optimizer)
+            with pytest.raises(CheckpointError) as error:
+                checkpointer.save(2, parts, optimizer)
+            assert "No space left on device" in str(error.value) and "\n" not in str(error.value)
+            assert [p.name for p in mount.iterdir()] == ["step-00000001"] and checkpointer.load("auto", parts, optimizer).step == 1
+        finally:
+            subprocess.run(["umount", str(mount)], check=True)
+
+
+def saves_until_killed(rank, world, folder):
+    parts = build(rank, world, "dp")
+    optimizer = adam(parts)
+    checkpointer = Checkpointer(folder, keep=2)
+    restored = checkpointer.load("auto", parts, optimizer)
+    for number in range(restored.step + 1 if restored else 1, 10_000):
+        step(parts, optimizer)
+        checkpointer.save(number, parts, optimizer, {"step": number})
+
+
+def killed(folder: Path, reached: int, moment: float) -> None:
+    """Two ranks that save all the time, killed without warning at some moment after they got further than ``reached``."""
+    context = get_context("fork")
+
+    def rank_of(rank):
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store-{moment}", rank=rank, world_size=2)
+        saves_until_killed(rank, 2, folder)
+
+    ranks = [context.Process(target=rank_of, args=(rank,), daemon=True) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + 60
+    while not any(path.name > folders.name_of(reached) for path in folders.published(folder)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(moment)
+    for process in ranks:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize("times", [3, pytest.param(40, marks=pytest.mark.full)])
+def test_a_run_killed_at_any_moment_resumes_from_a_whole_checkpoint(tmp_path, times):
+    """The weights after n steps are known: whatever is found there must be exactly those."""
+    reached = 0
+    for attempt in range(times):
+        killed(tmp_path, reached, 0.007 * attempt)
+        parts = [part_of([0, 1])]
+        optimizer = adam(parts)
+        restored = Checkpointer(tmp_path, log=lambda line: None).load("auto", parts, optimizer)
+        assert restored is not None and restored.step >= reached and not restored.notes and restored.extra["step"] == restored.step
+        same(contents(parts, optimizer), reference(restored.step))
+        reached = restored.step
+    assert reached >= times
+
+
 def test_a_failure_in_the_background_is_told_once(tmp_path, monkeypatch):
     said: list[str] = []
     parts, optimizer = fresh()
@@ -305,7 +380,7 @@ def test_an_interrupted_deletion_never_looks_complete(folder, monkeypatch):
     assert [p.name for p in folders.published(folder)] == ["step-00000002"] and (folder / ".step-00000001.old-ab").is_dir()
     monkeypatch.undo()
     said: list[str] = []
-    Checkpointer(folder, log=said.append)
+    Checkpointer(folder, log=said.append).load("auto", *fresh())
     assert sorted(p.name for p in folder.iterdir()) == ["step-00000002"] and said == [".step-00000001.old-ab, left by a run that ended, is removed"]
 
 
@@ -317,8 +392,29 @@ def test_what_a_dead_run_left_is_made_good(folder):
     (folder / "step-7").mkdir()
     said: list[str] = []
     checkpointer = Checkpointer(folder, log=said.append)
-    assert sorted(p.name for p in folder.iterdir()) == ["notes.txt", "step-00000001", "step-00000002", "step-7"] and len(said) == 2
+    checkpointer.load(folder / "step-00000001", *fresh())
+    assert (folder / ".step-00000003.tmp-beef").exists() and not said  # who only reads leaves another's work alone
     assert checkpointer.load("auto", *fresh()).step == 2
+    assert sorted(p.name for p in folder.iterdir()) == ["notes.txt", "step-00000001", "step-00000002", "step-7"] and len(said) == 2
+
+
+def test_a_run_that_goes_back_sets_aside_what_lies_ahead(tmp_path):
+    """Steps 1..3, then from 1 again: the old 2 and 3 neither count among the newest nor are they deleted."""
+    said: list[str] = []
+    parts, optimizer = fresh()
+    checkpointer = Checkpointer(tmp_path, keep=2, asynchronous=False, log=said.append)
+    for number in (1, 2, 3):
+        step(parts, optimizer)
+        checkpointer.save(number, parts, optimizer)
+    checkpointer.load(tmp_path / "step-00000002", parts, optimizer)
+    step(parts, optimizer), step(parts, optimizer)
+    checkpointer.save(3, parts, optimizer)
+    assert [p.name.split("-")[1] for p in sorted(tmp_path.iterdir())] == ["00000002", "00000003", "00000003.superseded"]
+    assert len(said) == 1 and "step-00000003, of a step this run went back behind, is kept as step-00000003.superseded-" in said[0]
+    checkpointer.save(1, parts, optimizer)
+    assert [p.name for p in folders.published(tmp_path)] == ["step-00000001"] and checkpointer.latest().name == "step-00000001"
+    aside = next(tmp_path.glob("step-00000002.superseded-*"))
+    assert checkpointer.load(aside, parts, optimizer).step == 2
 
 
 def test_nothing_there_yet(tmp_path):

@@ -101,8 +101,8 @@ def _runs(held: torch.Tensor) -> list[tuple[int, int, int]]:
 
 
 def model_tensors(parts: Sequence[nn.Module]) -> list[tuple[str, torch.Tensor]]:
-    """(logical name, tensor) of every parameter and persistent buffer of the parts. A name may come twice: two parts of a rank may
-    each hold a copy of a tied weight."""
+    """(logical name, tensor) of every parameter and persistent buffer of the parts. A part whose own names are not the logical ones
+    has a method ``logical_name``. A name may come twice: two parts of a rank may each hold a copy of a tied weight."""
     found: dict[tuple[str, int], torch.Tensor] = {}
     for part in parts:
         logical = getattr(part, "logical_name", str)

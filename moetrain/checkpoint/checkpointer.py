@@ -53,7 +53,7 @@ class Checkpointer:
         self._staging = Staging({})
         self._flight: Flight | None = None
         self._failure: CheckpointError | None = None
-        self.ranks.first(lambda: folders.clean(self.folder, self.log))
+        self._cleaned = False
 
     def save(self, step: int, parts: Sequence[nn.Module], optimizer: Any = None, extra: dict[str, Any] | None = None) -> float:
         """Writes a checkpoint; the seconds for which training was held up. Collective.
@@ -65,6 +65,7 @@ class Checkpointer:
         extra = dict(extra or {})
         check_extra(extra)
         self._land(waiting_for=step)
+        self._clean()
         if failure := self.poll():
             self.log(failure)
         boxes = State(parts, optimizer).boxes
@@ -77,6 +78,12 @@ class Checkpointer:
         self._flight = Flight(step, time.monotonic(), thread)
         thread.start()
         return time.monotonic() - began
+
+    def _clean(self) -> None:
+        """Once, by a run that resumes from here or saves here; one that only reads must not touch what another is writing."""
+        if not self._cleaned:
+            self._cleaned = True
+            self.ranks.first(lambda: folders.clean(self.folder, self.log))
 
     def _write(self, step: int, staged, digests, extra) -> None:
         flight = self._flight
@@ -129,6 +136,8 @@ class Checkpointer:
         After an error parts and optimizer may be half filled.
         """
         self._land()
+        if str(where) == "auto":
+            self._clean()
         root = self.folder if str(where) == "auto" else Path(where)
         candidates = self.ranks.first(lambda: self._candidates(root))
         if not candidates:

@@ -3,6 +3,7 @@
     FOLDER/step-00000010/           published: data files, .metadata, index.json, state.json
     FOLDER/.step-00000010.tmp-ID/   being written, or left by a run that died
     FOLDER/.step-00000010.old-ID/   on its way out
+    FOLDER/step-00000010.superseded-ID/  of steps that a run went back behind and did anew; nobody's to delete but the user's
 
 A folder is a checkpoint only if its state.json is whole and every file it lists is there in its size. Which one is the latest is found
 by looking, never written down.
@@ -142,6 +143,18 @@ def sync_folder(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def supersede(temp: Path, token: str) -> list[Path]:
+    """Renames the checkpoints of steps that lie ahead of the one in ``temp``, or of the same step with other content, out of auto's sight:
+    the run went back behind them. What it renamed, under the old names."""
+    step = int(HIDDEN.fullmatch(temp.name)[1].removeprefix("step-"))
+    ahead = [p for p in published(temp.parent) if int(p.name.removeprefix("step-")) >= step]
+    if ahead and ahead[0].name == name_of(step) and whole(ahead[0]) and read_state(ahead[0]).tensors == read_state(temp).tensors:
+        ahead = ahead[1:]
+    for path in ahead:
+        os.rename(path, path.with_name(f"{path.name}.superseded-{token[:8]}"))
+    return ahead
 
 
 def publish(temp: Path, token: str) -> Path:

@@ -139,12 +139,14 @@ def _differing_extra(reports: Sequence[Report]) -> list[str]:
 
 
 def _publish(temp: Path, token: str, keeping: Keeping) -> tuple[Path, list[str]]:
+    old = folders.supersede(temp, token)
+    words = [f"{p.name}, of a step this run went back behind, is kept as {p.name}.superseded-{token[:8]}" for p in old]
     path = folders.publish(temp, token)
     try:
         folders.prune(path.parent, keeping.keep, keeping.keep_every, token)
     except OSError as error:
-        return path, [f"older ones could not be deleted: {one_line(error)}"]
-    return path, []
+        words.append(f"older ones could not be deleted: {one_line(error)}")
+    return path, words
 
 
 def check_extra(value: Any, where: str = "extra") -> None:
