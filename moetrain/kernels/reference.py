@@ -92,15 +92,20 @@ def route(
 
 
 def _eligible(scores: Tensor, bias: Tensor | None, num_groups: int, top_k_groups: int) -> Tensor:
-    """Scores [T,E] to choose by: biased, -inf outside the best groups, the lowest finite number for NaN."""
+    """Scores [T,E] to choose by: biased, -inf outside the best groups, lowest() for NaN."""
     biased = scores if bias is None else scores + bias.to(scores.dtype)
-    biased = torch.where(biased.isnan(), torch.finfo(biased.dtype).min, biased)
+    biased = torch.where(biased.isnan(), lowest(biased.dtype), biased)
     if num_groups == 1:
         return biased
     grouped = biased.unflatten(-1, (num_groups, -1))
     best_two = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
     kept = torch.zeros_like(best_two, dtype=torch.bool).scatter_(-1, _best(best_two, top_k_groups), True)
     return grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
+
+
+def lowest(dtype: torch.dtype) -> float:
+    """What a NaN score counts as: below all others, above what may not be chosen, also when two are added."""
+    return torch.finfo(dtype).min / 4
 
 
 def _best(values: Tensor, count: int) -> Tensor:

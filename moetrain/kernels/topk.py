@@ -13,10 +13,9 @@ from torch import Tensor
 
 from . import runtime
 from .reference import TINY as _TINY
-from .reference import check_route
+from .reference import check_route, lowest
 
-LOWEST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).min)
-"""A NaN score: below all others, above what may not be chosen."""
+LOWEST: tl.constexpr = tl.constexpr(lowest(torch.float32))
 TINY: tl.constexpr = tl.constexpr(_TINY)
 
 
