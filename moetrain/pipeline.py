@@ -173,6 +173,11 @@ class _PipelineStage(PipelineStage):
         super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
         self._accumulate()
 
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        # FSDP2 never woke up in a stage that has no parameters.
+        if not self.is_empty:
+            super().perform_reduce_grad(grad_scale_factor)
+
     def _accumulate(self) -> None:
         """Weight gradients taken alone run no hook of FSDP2, and would be summed over microbatches in the compute precision: this
         adds them up in that of the reduction, as after a whole backward."""

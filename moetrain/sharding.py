@@ -145,6 +145,14 @@ def gather_early(parts: Iterable[nn.Module], layout: Layout) -> None:
                 module.unshard(async_op=True)
 
 
+def release(parts: Iterable[nn.Module]) -> None:
+    """Gathered weights go: after a forward that no backward follows, which would have done it. Parameters are their shards again."""
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
 # --- gradients that FSDP2 does not see ------------------------------------------------------------------------------------------
 
 

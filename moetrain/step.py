@@ -78,6 +78,7 @@ def evaluate(job: Job, microbatches: Sequence[Microbatch]) -> torch.Tensor:
         else:
             (part,) = job.parts
             total = sum(part(m.tokens, m.where, m.labels)[0].double() for m in microbatches)
+            sharding.release(job.parts)
     finally:
         job.statistics.on = was
     return total * job.scenario.workload.global_batch_tokens
