@@ -16,17 +16,17 @@ from moetrain.collectives import Communicator, all_reduce_
 IGNORED = -100
 
 
-def _statistics(logits: torch.Tensor, labels: torch.Tensor, tp: Communicator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(logsumexp [n], target logit [n], target's local index [n], whether it is held here [n]) of float32 logits [n, V/tp]."""
+def _exponentials_(logits: torch.Tensor, labels: torch.Tensor, tp: Communicator) -> tuple[torch.Tensor, ...]:
+    """Turns float32 logits [n, V/tp] into exp(logits - peak) in place: they are the largest tensor of a step. Returns (logsumexp [n],
+    sum of the exponentials [n], target logit [n], the target's local index [n], whether it is held here [n])."""
     own = labels - tp.rank * logits.shape[-1]
     held = (own >= 0) & (own < logits.shape[-1])
     own = own.where(held, torch.zeros_like(own))
     target = logits.gather(-1, own.unsqueeze(-1)).squeeze(-1) * held
-    if tp.size == 1:
-        return logits.logsumexp(-1), target, own, held
     peak = all_reduce_(logits.amax(-1), tp, "tp_loss", dist.ReduceOp.MAX)
-    both = all_reduce_(torch.stack([(logits - peak.unsqueeze(-1)).exp().sum(-1), target]), tp, "tp_loss")
-    return peak + both[0].log(), both[1], own, held
+    logits.sub_(peak.unsqueeze(-1)).exp_()
+    total, target = all_reduce_(torch.stack([logits.sum(-1), target]), tp, "tp_loss")
+    return peak + total.log(), total, target, own, held
 
 
 class _ChunkedCrossEntropy(Function):
@@ -42,16 +42,15 @@ class _ChunkedCrossEntropy(Function):
             h, y = hidden[rows], labels[rows]
             logits = (h @ weight.t()).to(wide)
             valid = y != IGNORED
-            lse, target, own, held = _statistics(logits, y, tp)
+            lse, mass, target, own, held = _exponentials_(logits, y, tp)
             total += torch.stack([((lse - target) * valid).sum(), (lse.square() * valid).sum() * z_weight])
             if want:
-                grad = (logits - lse.unsqueeze(-1)).exp_()
-                grad *= (1 + 2 * z_weight * lse).unsqueeze(-1)
-                grad[torch.arange(len(y), device=y.device), own] -= held.to(wide)
-                grad *= (valid * scale).unsqueeze(-1)
+                weight_of_row = valid * scale
+                grad = logits.mul_(((1 + 2 * z_weight * lse) * weight_of_row / mass).unsqueeze(-1))
+                grad[torch.arange(len(y), device=y.device), own] -= held * weight_of_row
                 grad = grad.to(hidden.dtype)
                 grad_hidden[rows] = grad @ weight
-                grad_weight += grad.t() @ h
+                grad_weight = grad_weight.addmm_(grad.t(), h) if wide == hidden.dtype else grad_weight.add_(grad.t() @ h)
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
         return total * scale
 
@@ -60,7 +59,9 @@ class _ChunkedCrossEntropy(Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         # Both parts of the loss carry one weight each: the step's loss is their sum.
         factor = grad[0]
-        return grad_hidden * factor.to(grad_hidden.dtype), grad_weight * factor.to(grad_weight.dtype), None, None, None, None, None
+        if factor.device.type != "cpu" or factor != 1:
+            grad_hidden, grad_weight = grad_hidden * factor.to(grad_hidden.dtype), grad_weight * factor.to(grad_weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def chunked_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, scale: float, z_weight: float, chunk: int,

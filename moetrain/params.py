@@ -43,6 +43,7 @@ class Traits:
 def declare(module: nn.Module, name: str, shape: tuple[int, ...], traits: Traits, dtype: torch.dtype = torch.float32) -> None:
     """Gives ``module`` the parameter ``name``, on the meta device until ``materialise`` fills it."""
     parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+    module.__dict__.pop(name, None)  # a None that stood for "absent"
     module.register_parameter(name, parameter)
     module.__dict__.setdefault("traits", {})[name] = traits
 

@@ -34,6 +34,8 @@ def _model(layout: Layout, m: ModelSpec) -> Refusals:
         yield "learned positions are not built; this trainer has rotary ones"
     if not m.gated_mlp:
         yield "FFNs of two matrices are not built; this trainer has SwiGLU"
+    if m.moe_branch_norm and m.norm_placement == "pre":
+        yield "a norm for each branch of a MoE layer (moe_branch_norm) is built behind the branches only; set model.norm_placement=post"
     if m.mlp_bias:
         yield "biases of dense FFNs are not built"
 

@@ -122,10 +122,13 @@ def start_from(job: Job, folder: str) -> None:
     from moetrain.export.constants import Constants
 
     n = job.scenario.train.network
-    held = dict(sharding.named_parameters(job.parts)) | {part.logical_name(name): buffer for part in job.parts for name, buffer in part.named_buffers()}
+    held: dict[str, list[torch.Tensor]] = {}
+    for part in job.parts:
+        for name, tensor in (*part.named_parameters(), *part.named_buffers()):
+            held.setdefault(part.logical_name(name), []).append(tensor)  # a rank may hold two copies of a tied embedding
     for name, tensor in initial_tensors(folder, job.scenario.model, Constants(n.rope_theta, n.norm_eps, n.embed_scale)):
-        if name in held:
-            assign(held[name], tensor)
+        for mine in held.get(name, ()):
+            assign(mine, tensor)
 
 
 def schedule_of(scenario: Scenario) -> Schedule:

@@ -280,7 +280,7 @@ def test_files_and_functions_stay_small():
 
 MACHINE = ("/wo" + "rk/", "/ro" + "ot/", "/ho" + "me/", "sha" + "red/", ".library" + "/")
 TEXT = {".py", ".md", ".yaml", ".toml", ".csv", ".json", ".txt", ".html", ""}
-SKIPPED = {".git", ".venv", ".venv-test", ".pytest_cache", ".hypothesis", "__pycache__", "dist", "build", "node_modules"}
+SKIPPED = {".git", ".venv", ".venv-test", ".venv-peer", ".pytest_cache", ".hypothesis", "__pycache__", "dist", "build", "node_modules"}
 
 
 def test_no_sentence_names_the_machine_it_was_written_on():

@@ -20,11 +20,7 @@ TOLERANCE = 1e-5
 CONSTANTS = reference.Constants(rope_theta=5_000.0, norm_eps=1e-5, embed_scale=2.0)
 EVERY = CASES | {"biases": CASES["biases"].model_copy(update={"norm_bias": False, "mlp_bias": False})}
 BUILT = {name: spec for name, spec in EVERY.items() if supports(Layout(), spec) is None}
-SLOT = "a parameter declared where None stood before is refused by register_parameter"
-KNOWN = {"branch_pre": "norm2 is applied twice to the routed branch where norms stand before the branches",
-         "mla_direct_queries": SLOT, "windows": SLOT, "biases": SLOT}  # fmt: skip
-each = pytest.mark.parametrize("spec", [pytest.param(spec, id=name, marks=[pytest.mark.xfail(reason=KNOWN[name])] if name in KNOWN else [])
-                                        for name, spec in BUILT.items()])  # fmt: skip
+each = pytest.mark.parametrize("spec", list(BUILT.values()), ids=list(BUILT))
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 2, 2]], dtype=torch.int32)
 BALANCE, Z = 0.05, 0.02
 
