@@ -5,6 +5,9 @@ Bounds as in kernel_oracles; fresh memory reads as NaN throughout, and so do row
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import kernel_oracles as oracle
 import pytest
 import torch
@@ -13,6 +16,10 @@ from kernel_oracles import LOADS, TAIL, gradients, offsets_of, placement, poison
 
 from moetrain.kernels import backend, grouped_gemm, permute, reference, rms_norm, runtime, scaled_gemm, swiglu, topk
 from moetrain.kernels.flops import flop_counter
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import gpu_kernels  # noqa: E402
+import gpu_parity  # noqa: E402
 
 assert runtime.INTERPRET, "set TRITON_INTERPRET=1 before the first import of triton"
 DTYPES = (torch.float32, torch.bfloat16)
@@ -267,3 +274,38 @@ def test_bad_shapes_are_refused_in_one_line():
         with pytest.raises(ValueError, match=words) as caught:
             call()
         assert "\n" not in str(caught.value)
+
+
+SMALL = gpu_parity.Sizes(loads=(0, 30, 1, 0, 45), K=128, N=136, tokens=40, top_k=3, width=48, experts=16, tail=3)
+
+
+def test_the_gpu_script_compares_passes_rightly():
+    verdicts = [*gpu_parity.passes("cpu", SMALL, UNIT), *gpu_parity.torch_grouped_mm("cpu", SMALL)]
+    assert len(verdicts) > 30 and all(v.ok for v in verdicts), [v for v in verdicts if not v.ok]
+
+
+@pytest.mark.full
+def test_the_gpu_script_compares_products_rightly():
+    verdicts = [*gpu_parity.products("cpu", SMALL, UNIT), *gpu_parity.fp8("cpu", SMALL, UNIT)]
+    assert len(verdicts) > 40 and all(v.ok for v in verdicts), [v for v in verdicts if not v.ok]
+
+
+def test_a_wrong_answer_is_called_wrong():
+    exact, bound = torch.ones(3, dtype=torch.float64), torch.tensor([1e-3, 1e-3, 0.0])
+    assert gpu_parity.verdict("right", torch.tensor([1.0005, 1.0, 1.0]), exact, bound).ok
+    for found in ([1.002, 1.0, 1.0], [1.0, 1.0, 1.0001], [float("nan"), 1.0, 1.0]):
+        assert not gpu_parity.verdict("wrong", torch.tensor(found), exact, bound).ok
+
+
+def test_the_gpu_script_times_every_kernel_once():
+    """With a clock that only calls: what is timed runs, and each rate has its operations or bytes."""
+    torch.use_deterministic_algorithms(False)
+    called = []
+
+    def once(call):
+        called.append(call())
+        return [1.0]
+
+    rows = [*gpu_kernels.products(gpu_kernels.Product(2, 8, 64, 128, hot=True), once, "cpu"), *gpu_kernels.passes(once, "cpu", 16, 2, 32, 16, 8)]
+    assert len(called) == len(rows) and {row["op"] for row in rows} >= {"forward", "dgrad", "wgrad", "quantise", "permute", "unpermute backward", "route"}
+    assert all(("tflops" in row) != ("gigabytes_per_second" in row) for row in rows)

@@ -205,7 +205,7 @@ def test_compiles_whole_and_once_for_any_loads():
 
 
 def test_flops_are_counted_exactly():
-    R, E, N, K = 13 + TAIL, 3, 8, 16
+    R, N, K = 13 + TAIL, 8, 16
     x, w, offsets = operands([4, 0, 9], K, N, torch.bfloat16)
     x, w = x.requires_grad_(), w.requires_grad_()
     with flop_counter(display=False) as counted:

@@ -31,7 +31,7 @@ def _rows(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
 
 def _weight_grad(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     """grad [R,N]^T times x [R,K] over each expert's rows: [E,N,K], zero for an expert without rows."""
-    num_experts, height, width = offsets.shape[0], grad.shape[1], x.shape[1]
+    height, width = grad.shape[1], x.shape[1]
     if x.shape[0] == 0 or x.dtype == torch.float64:
         return reference.weight_grad(grad, x, offsets)
     out = F.grouped_mm(_pad(grad, 1).t(), _pad(x, 1), offs=offsets)

@@ -7,7 +7,7 @@ bfloat16 and fp8 tiles wrongly (it reads their bits as integers), so kernels tak
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 
 import torch
 import triton
@@ -40,13 +40,13 @@ def on_device(name: str, x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-@lru_cache(maxsize=None)
+@cache
 def num_processors(device: torch.device) -> int:
     """Streaming multiprocessors of ``device``."""
     return INTERPRETED_PROGRAMS if INTERPRET else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@lru_cache(maxsize=None)
+@cache
 def capability(device: torch.device) -> int:
     """Compute capability of ``device`` as 90, 100, ...; 0 for a CPU."""
     if device.type != "cuda":
