@@ -144,7 +144,7 @@ class TrainSpec(Spec):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of compute; auto: bfloat16 on a GPU, float32 on a CPU
     device: Literal["auto", "cpu", "cuda"] = "auto"
     deterministic: bool = False
-    compile: bool = False  # torch.compile of the dense parts
+    compile: bool = False  # torch.compile of norms and dense FFNs
     data: DataSpec = DataSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
     network: NetworkSpec = NetworkSpec()
