@@ -88,13 +88,13 @@ def test_ranks_that_issue_different_collectives_are_told_apart(tmp_path):
 def test_a_run_that_moves_or_is_paused_is_left_alone_and_cleans_up(tmp_path):
     def fn(rank, world):
         fired = []
-        watchdog = Watchdog(tmp_path, 0.4, on_hang=fired.append)
+        watchdog = Watchdog(tmp_path, 1.0, on_hang=fired.append)
         for number in range(4):
-            time.sleep(0.2)
+            time.sleep(0.3)
             watchdog.step(number)
         with watchdog.paused("validation"), watchdog.paused("compilation"):
-            time.sleep(0.9)
-        time.sleep(0.2)
+            time.sleep(1.5)
+        time.sleep(0.3)
         dist.barrier()
         watchdog.close()
         return fired
