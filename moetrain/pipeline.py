@@ -23,6 +23,7 @@ from moesim.layout import Layout
 from moesim.ops import Group
 from moesim.schedules import SCHEDULES, Action, Order, Pair, flatten
 from moetrain import sharding
+from moetrain.balance import attach
 from moetrain.collectives import Communicator
 from moetrain.mesh import Mesh
 from moetrain.model import Stage
@@ -68,6 +69,15 @@ def forward_orders(placement: Sequence[int], pp: int, num_microbatches: int) -> 
                  for rank in range(pp))
 
 
+def can_split_backward() -> bool:
+    """Whether autograd starts at a custom Function's node, as weight gradients taken alone do. torch 2.11 can't."""
+    node = attach(torch.zeros(1, requires_grad=True), torch.zeros(())).grad_fn
+    try:
+        return len(node._input_metadata) > 0
+    except RuntimeError:
+        return False
+
+
 # --- torch's stage and runtime, with what they leave open -------------------------------------------------------------------------
 
 
@@ -76,7 +86,7 @@ class _PipelineStage(PipelineStage):
 
     def __init__(self, part: Stage, index: int, num_stages: int, mesh: Mesh, message: torch.Tensor):
         # With shapes given no forward is run to infer them, which would be counted as routing and waste a gather.
-        ids = torch.empty(message.shape[:2], dtype=torch.int64, device="meta")
+        ids = torch.empty(message.shape[0], message.shape[1] * mesh["tp"].size, dtype=torch.int64, device="meta")
         losses = torch.empty(2, device="meta", requires_grad=True)
         super().__init__(part, index, num_stages, mesh.device, input_args=(ids if index == 0 else message,),
                          output_args=(losses if index == num_stages - 1 else message,), group=mesh["pp"].pg)
@@ -150,7 +160,7 @@ class _PipelineStage(PipelineStage):
         if not self.is_first:
             for info in self.args_recv_info[fwd_chunk_id]:
                 info.buffer.requires_grad_(self.has_backward)
-        output = super().forward_one_chunk(fwd_chunk_id, (self.current.tokens,) if self.is_first else (), None, save_forward_output)
+        output = super().forward_one_chunk(fwd_chunk_id, (self.current.tokens,) if self.is_first else (), {}, save_forward_output)
         if not self.is_first:
             self._drop(self.args_recv_info[fwd_chunk_id])
         self.current = None
@@ -270,6 +280,9 @@ def build(parts: list[Stage], numbers: list[int], mesh: Mesh, hidden_size: int, 
     if layout.pp == 1:
         return None
     schedule = SCHEDULES[layout.schedule]
+    if schedule.splits_backward and not can_split_backward():
+        raise ValueError(f"schedule {schedule.name} takes weight gradients apart, which torch {torch.__version__} can't do through custom "
+                         "functions; use torch 2.13, or 1f1b or interleaved")
     placement = schedule.placement(layout.pp, layout.vpp)
     message = torch.empty(layout.mb, seq_len // (layout.cp * layout.tp), hidden_size, dtype=dtype, device="meta", requires_grad=True)
     stages = _stages(parts, numbers, len(placement), mesh, message)

@@ -145,15 +145,21 @@ def one_step(rank: int, world: int, text: str, sets, together: int) -> tuple:
     assert all(torch.equal(grads[name], again[name]) for name in grads)
     assert job.pipeline is None or all(info.buffer.is_meta for stage in job.pipeline.training._stages
                                        for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
-                                       for info in infos if info.buffer is not None)
+                                       for info in infos if getattr(info, "buffer", None) is not None)
     return tuple(getattr(part, "tolist", lambda part=part: part)() if i == 0 else part for i, part in enumerate(
         (loss, norm, grads, requested, messages, done, live, evaluation, min(margins, default=1.0))))
 
 
 @lru_cache(maxsize=64)
 def run(text: str, sets: tuple[str, ...] = (), together: int = 1) -> list[Seen]:
+    skip_unless_runnable(text)
     world = parse_layout(text).world
     return [Seen(np.array(loss), *rest) for loss, *rest in run_ranks(one_step, world, text, sets, together)]
+
+
+def skip_unless_runnable(text: str) -> None:
+    if SCHEDULES[parse_layout(text).schedule].splits_backward and not pipeline.can_split_backward():
+        pytest.skip(f"torch {torch.__version__} can't split a backward")
 
 
 def reference(text: str, sets: tuple[str, ...] = ()) -> Seen:
@@ -260,7 +266,7 @@ def test_recompute_in_a_split_backward(rc):
 @pytest.mark.full
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_four_stages_train_as_one_process(name):
-    text = PP2[name].replace("pp2", "pp4").replace("mb2", "mb1")
+    text = PP2[name].replace("pp2", "pp4", 1).replace("mb2", "mb1")
     assert_same_step(text, EIGHT)
     assert_order_and_messages(text, EIGHT)
     assert_counted_once(text, EIGHT)
@@ -291,12 +297,12 @@ def distance(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> f
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipev"])
 def test_bfloat16(name):
     """Compute rounds to 2^-9, gradients are summed in float32: the pipeline is as far from float32 as one process in bfloat16 is, a
-    few roundings of a 4-layer model, and nearly equal to it. Weight gradients added up in bfloat16 would differ by 2^-9."""
+    few roundings of a 4-layer model, and equal to it. Weight gradients added up in bfloat16 would differ by 2^-9."""
     forced = ("train.moe.routing=random",)
     half = (*forced, "train.dtype=bfloat16")
     found, exact, same = (gathered(run(PP2[name], half)), reference(PP2[name], forced).grads, reference(PP2[name], half).grads)
     assert distance(found, exact) < 0.02
-    assert distance(found, same) < 2e-4
+    assert distance(found, same) < 1e-6
 
 
 # --- steps, evaluations, refusals -----------------------------------------------------------------------------------------------------
@@ -321,6 +327,7 @@ def three_steps(rank: int, world: int, text: str, sets) -> tuple:
 @pytest.mark.parametrize("text", ["pp2 vpp2 zbv mb2", "pp2 dp2 ep2 1f1b mb2"])
 def test_weights_move_and_evaluations_see_them(text):
     """Three steps of AdamW with an evaluation after each. No auxiliary loss: it would depend on the microbatches."""
+    skip_unless_runnable(text)
     sets = ("train.moe.aux_loss=0",)
     (losses, weights), *_ = run_ranks(three_steps, 1, "mb2", sets)
     ranks = run_ranks(three_steps, parse_layout(text).world, text, sets)
