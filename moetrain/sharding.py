@@ -19,6 +19,7 @@ from moesim.layout import Layout
 from moesim.ops import Group
 from moetrain.collectives import Communicator, _all_gather, _reduce_scatter, all_reduce_
 from moetrain.experts import Experts
+from moetrain.layers import local
 from moetrain.mesh import Mesh
 from moetrain.model import Stage
 from moetrain.params import logical
@@ -182,6 +183,12 @@ def tied_copies(parts: Iterable[Stage]) -> list[torch.Tensor]:
         return []
     ends = [p.embedding.embed.weight for p in parts if p.embedding is not None]
     return ends + [p.head.out.weight for p in parts if p.head is not None]
+
+
+@torch.no_grad()
+def follow(first: torch.Tensor, second: torch.Tensor) -> None:
+    """The second copy of a tied embedding takes the first one's values; both are cut alike."""
+    local(second).copy_(local(first))
 
 
 def _local_grad(parameter: torch.Tensor) -> torch.Tensor:

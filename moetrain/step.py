@@ -48,6 +48,8 @@ def cut(batch: Batch, job: Job, step: int, first_sample: int | None = None,
 
 def forward_backward(job: Job, microbatches: Sequence[Microbatch]) -> torch.Tensor:
     """Gradients of the step in the parameters; [cross entropy, z-loss] of this rank's tokens."""
+    for copy in sharding.tied_copies(job.parts)[1:]:
+        copy.grad = None  # no optimizer knows it
     if job.pipeline is not None:
         return pipeline.forward_backward(job, microbatches)
     (part,) = job.parts
