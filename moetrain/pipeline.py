@@ -9,7 +9,7 @@ never enters torch's argument splitting. The last stage's output is its loss, so
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -30,9 +30,11 @@ from moetrain.model import Stage
 
 if TYPE_CHECKING:
     from moetrain.build import Job
+    from moetrain.observe.trace import SpanRecorder
     from moetrain.step import Microbatch
 
 COMPUTE = {_ComputationType(letter): letter for letter in "FBIW"}
+KINDS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 
 
 # --- moesim's list as torch's -----------------------------------------------------------------------------------------------------
@@ -94,6 +96,7 @@ class _PipelineStage(PipelineStage):
         self.link = Communicator("pp", 2, 0, mesh["pp"].pg, Group(2, mesh["pp"].group.stride), mesh.log)
         self.microbatches: Sequence[Microbatch] = ()
         self.current: Microbatch | None = None
+        self.spans: SpanRecorder | None = None
         # A stage of no layers hands on what it gets.
         self.is_empty = next(part.parameters(), None) is None
 
@@ -160,7 +163,8 @@ class _PipelineStage(PipelineStage):
         if not self.is_first:
             for info in self.args_recv_info[fwd_chunk_id]:
                 info.buffer.requires_grad_(self.has_backward)
-        output = super().forward_one_chunk(fwd_chunk_id, (self.current.tokens,) if self.is_first else (), {}, save_forward_output)
+        with self._span("F", fwd_chunk_id):
+            output = super().forward_one_chunk(fwd_chunk_id, (self.current.tokens,) if self.is_first else (), {}, save_forward_output)
         if not self.is_first:
             self._drop(self.args_recv_info[fwd_chunk_id])
         self.current = None
@@ -175,13 +179,22 @@ class _PipelineStage(PipelineStage):
             assert (output.shape, output.dtype) == (self.message.shape, self.message.dtype), (output.shape, output.dtype, self.message)
         return output
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args, **kwargs) -> None:
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+    def backward_one_chunk(self, bwd_chunk_id: int, loss=None, full_backward: bool = True, last_backward: bool = False) -> None:
+        with self._span("B" if full_backward else "I", bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         self._drop(self.grad_recv_info[bwd_chunk_id])
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args, **kwargs) -> None:
-        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self._accumulate()
+        # The first stage's I did nothing, for nobody waits for it: its W is a whole backward.
+        with self._span("W", bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+            self._accumulate()
+
+    def _span(self, letter: str, microbatch: int) -> AbstractContextManager:
+        if self.spans is None:
+            return nullcontext()
+        action = str(Action(self.stage_index, letter, microbatch))
+        return self.spans.span(action, KINDS[letter], entry=action, stage=self.stage_index, microbatch=microbatch)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         # FSDP2 never woke up in a stage that has no parameters.
@@ -257,6 +270,11 @@ class Pipeline:
     placement: tuple[int, ...]
     training: _Runtime
     evaluators: dict[tuple[int, int], _Runtime] = field(default_factory=dict)
+
+    def watch(self, spans: SpanRecorder) -> None:
+        """From now on each action of a training step is a span; what lies between them is messages and idle time."""
+        for stage in self.training._stages:
+            stage.spans = spans
 
     def evaluator(self, num_microbatches: int, rows: int) -> _Runtime:
         key = num_microbatches, rows

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from moesim.ops import Group
 from moesim.schedules import SCHEDULES, Action, flatten, live_vectors
 from moetrain import build, pipeline, sharding, step
 from moetrain.data.batch import Batch
+from moetrain.observe.trace import SpanRecorder
 from moetrain.optim import grad_norm, stage_copies
 from moetrain.pipeline import compute_actions, forward_orders, lowered
 from moetrain.router import Router
@@ -317,6 +320,7 @@ def three_steps(rank: int, world: int, text: str, sets) -> tuple:
         losses.append(step.reduce_loss(job, step.forward_backward(job, microbatches)))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        sharding.gather_early(job.parts, job.layout)
         # Other counts and sizes than a step's.
         held_out = step.cut(batch_of(job, seed=9), job, number, num_microbatches=2**number)
         value = torch.zeros(1, dtype=torch.float64) + step.evaluate(job, held_out)
@@ -324,7 +328,7 @@ def three_steps(rank: int, world: int, text: str, sets) -> tuple:
     return torch.stack(losses), {name: whole(p).clone() for name, p in sharding.named_parameters(job.parts)}
 
 
-@pytest.mark.parametrize("text", ["pp2 vpp2 zbv mb2", "pp2 dp2 ep2 1f1b mb2"])
+@pytest.mark.parametrize("text", ["pp2 vpp2 zbv mb2", "pp2 dp2 ep2 1f1b mb2 ov:param"])
 def test_weights_move_and_evaluations_see_them(text):
     """Three steps of AdamW with an evaluation after each. No auxiliary loss: it would depend on the microbatches."""
     skip_unless_runnable(text)
@@ -336,6 +340,27 @@ def test_weights_move_and_evaluations_see_them(text):
         np.testing.assert_allclose(own, losses, rtol=1e-5)
     for name, weight in weights.items():
         assert np.abs(found[name] - weight).max() <= 1e-3 * np.abs(weight).max(), name
+
+
+def spans_of_a_step(rank: int, world: int, folder: str) -> list[tuple]:
+    job = job_of("pp2 vpp2 interleaved mb2", world, ())
+    spans = SpanRecorder(folder, rank, 1, 1)
+    job.pipeline.watch(spans)
+    for number in (0, 1, 2):
+        spans.begin_step(number)
+        step.forward_backward(job, step.cut(batch_of(job), job, 0))
+        spans.end_step()
+    spans.close()
+    lines = [json.loads(line) for line in spans.path.read_text().splitlines()]
+    return [(line["entry"], line["start"], line["end"]) for line in lines if line.get("line") == "span"]
+
+
+def test_actions_of_a_recorded_step_are_spans(tmp_path):
+    """In the order of the schedule, one after another."""
+    orders = SCHEDULES["interleaved"].orders(2, 8, 2)
+    for order, spans in zip(orders, run_ranks(spans_of_a_step, 2, str(tmp_path)), strict=True):
+        assert [entry for entry, *_ in spans] == list(map(str, order))
+        assert all(begin <= end <= later for (_, begin, end), (_, later, _) in pairwise(spans))
 
 
 def wrong_number(rank: int, world: int) -> str:
