@@ -1,6 +1,7 @@
 """Which commands does a person type to train? (train | data | bench | checkpoints | export | manifest: inputs and outputs only.)
 
-Exit codes: 0 done; 2 bad input, one line on stderr and nothing written; 70 a rank hung and was ended; 130/143 interrupted, state saved.
+Exit codes: 0 done; 1 failed on the way, or the last checkpoint could not be written; 2 bad input, one line on stderr and nothing written; 70 a rank hung
+and was ended; 130/143 interrupted, state saved.
 Every option of a run stands in its scenario's `train:` block, none in the environment.
 """
 
@@ -112,9 +113,9 @@ def train_command(
 
     scenario = load_scenario(config, sets or ())
     if nproc is not None:
-        from moetrain.build import layout_of
+        from moetrain.prepare import check
 
-        layout_of(scenario, layout, nproc)  # what can't run is said once, before N processes start
+        check(scenario, layout, nproc)  # what can't run is said once, before N processes start
         return _launch(nproc, max_restarts)
     from moetrain import distributed
     from moetrain.session import run_training

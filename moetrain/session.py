@@ -10,22 +10,23 @@ import torch.distributed as dist
 from moesim.spec import Scenario
 from moetrain.distributed import Seat
 from moetrain.observe import provenance
-from moetrain.observe.manifest import Manifest
 from moetrain.observe.preflight import preflight
-from moetrain.train import Run, prepare, train
+from moetrain.prepare import prepare, seed_of
+from moetrain.train import Run, train
 from moetrain.watchdog import Watchdog
 
 
 def run_training(scenario: Scenario, layout_text: str | None, seat: Seat, init_from: str | None = None) -> int:
-    """A whole run of this rank; its exit code. ValueError in one line for what can't start."""
+    """A whole run of this rank; its exit code. ValueError in one line for what can't start; RuntimeError with this rank's number for
+    what fails later."""
     run = prepare(scenario, layout_text, seat, init_from)
-    watchdog = guard(run)
     try:
-        before(run)
-        return train(run)
+        with guard(run) or nullcontext():
+            before(run)
+            return train(run)
+    except (OSError, ValueError) as error:  # input was good: this is a fault of the program or the machine
+        raise RuntimeError(f"rank {seat.rank} failed in step {run.done + 1}: {error}") from error
     finally:
-        if watchdog is not None:
-            watchdog.close()
         run.close()
 
 
@@ -44,14 +45,13 @@ def guard(run: Run) -> Watchdog | None:
 
 def before(run: Run) -> None:
     """Preflight and the manifest's first record; both are collective or rank 0's alone."""
-    with run.watchdog.paused("preflight") if run.watchdog is not None else nullcontext():
+    with run.paused("preflight"):
         environment = _preflight(run)
-    if run.seat.rank:
+    if run.manifest is None:
         return
-    run.manifest = Manifest(run.folder)
     scenario = run.scenario
-    seed = scenario.seed if scenario.train.seed is None else scenario.train.seed
-    run.manifest.begin(config=scenario.model_dump(mode="json"), code=provenance.code_identity(), data=_data(run), environment=environment, seeds={"seed": seed},
+    run.manifest.begin(config=scenario.model_dump(mode="json"), code=provenance.code_identity(), data=_data(run), environment=environment,
+                       seeds={"seed": seed_of(scenario)},
                        layout=str(run.layout), world=run.seat.world, from_step=run.done)
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from moesim import __version__
+from moesim.spec import Scenario
 from moetrain.build import Job
 from moetrain.checkpoint import Checkpointer
 from moetrain.checkpoint.load import Restored
@@ -16,16 +17,16 @@ from moetrain.optim import SkipGuard
 from moetrain.statistics import LayerLoad
 
 
-def identity(job: Job, loader: AnyLoader) -> dict[str, Any]:
+def identity(scenario: Scenario, loader: AnyLoader) -> dict[str, Any]:
     """What a run must have in common with the checkpoint it resumes: the model and the data."""
-    return {"model": job.scenario.model.model_dump(mode="json"), "network": job.scenario.train.network.model_dump(mode="json", exclude={"loss_chunk"}),
+    return {"model": scenario.model.model_dump(mode="json"), "network": scenario.train.network.model_dump(mode="json", exclude={"loss_chunk"}),
             "data": loader.fingerprint()}
 
 
 def extra(job: Job, loader: AnyLoader, guard: SkipGuard, step: int) -> dict[str, Any]:
     """The plain part of a checkpoint. Nothing here draws random numbers during training, so seeds are all the randomness there is."""
     return {
-        "step": step, "identity": identity(job, loader), "config": job.scenario.model_dump(mode="json"), "layout": str(job.layout),
+        "step": step, "identity": identity(job.scenario, loader), "config": job.scenario.model_dump(mode="json"), "layout": str(job.layout),
         "world_size": job.layout.world, "torch": str(torch.__version__), "version": __version__, "loader": loader.state(), "guard": guard.state(),
     }
 

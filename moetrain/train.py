@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import signal
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -18,33 +19,34 @@ from moesim.layout import Layout
 from moesim.spec import Scenario
 from moetrain import sharding, state, step
 from moetrain.balance import update_bias
-from moetrain.build import Job, layout_of, make_job, make_optimizer
-from moetrain.checkpoint import Checkpointer
+from moetrain.build import Job
+from moetrain.checkpoint import Checkpointer, CheckpointError
 from moetrain.collectives import all_reduce_
-from moetrain.data.loader import open_loader
 from moetrain.data.stream import AnyLoader
-from moetrain.distributed import Seat, make_deterministic
+from moetrain.distributed import Seat
 from moetrain.observe import balance as balances
 from moetrain.observe.flops import step_flops, utilisation
 from moetrain.observe.log import RunLog
 from moetrain.observe.manifest import Manifest
 from moetrain.observe.memory import ledger, start_peak, static_bytes
 from moetrain.observe.metrics import StepRecord
-from moetrain.observe.peaks import Peaks, peaks
+from moetrain.observe.peaks import Peaks
 from moetrain.observe.profiler import ProfileWindow
 from moetrain.observe.routing_log import RoutingRecorder
 from moetrain.observe.trace import SpanRecorder
 from moetrain.optim import Schedule, SkipGuard, clip_, grad_norm, set_lr, stage_copies
-from moetrain.params import assign
 from moetrain.statistics import LayerLoad
 from moetrain.watchdog import Watchdog
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+NOT_KEPT = 1
+"""Exit code of a run whose last checkpoint could not be written."""
 
 
 @dataclass
 class Run:
-    """All that one rank's loop needs. ``done`` steps have been taken."""
+    """All that one rank's loop needs. ``done`` steps have been taken, ``resumed`` of them by an earlier process. ``told``: the signal
+    that this rank was sent; ``stop``: the one that ends the run, known to all ranks after the same step."""
 
     scenario: Scenario
     job: Job
@@ -62,118 +64,52 @@ class Run:
     recorder: RoutingRecorder | None
     manifest: Manifest | None = None
     watchdog: Watchdog | None = None
+    lock: IO[str] | None = None
     recorded: dict[int, Path] = field(default_factory=dict)
     done: int = 0
-    stop: bool = False
+    resumed: int = 0
+    told: int = 0
+    stop: int = 0
     losses: dict[str, float] = field(default_factory=dict)
 
     @property
     def layout(self) -> Layout:
         return self.job.layout
 
+    def paused(self, reason: str):
+        """Within it the watchdog lets this rank take its time."""
+        return nullcontext() if self.watchdog is None else self.watchdog.paused(reason)
+
     def named(self):
         return sharding.named_parameters(self.job.parts)
 
     def close(self) -> None:
         """Everything this rank holds open."""
-        for part in (self.spans, self.profile, self.log, self.loader):
+        for part in (self.spans, self.profile, self.log, self.loader, self.lock):
             if part is not None:
                 part.close()
-
-
-def run_folder(scenario: Scenario) -> Path:
-    """Where the run's files go."""
-    return Path(scenario.train.log.folder.replace("{name}", scenario.name))
-
-
-def prepare(scenario: Scenario, layout_text: str | None, seat: Seat, init_from: str | None = None) -> Run:
-    """Model, data, optimizer, log and checkpoints of this rank, resumed where there is something to resume. ValueError in one line
-    for what can't run, before anything is written."""
-    train = scenario.train
-    layout = layout_of(scenario, layout_text, seat.world)
-    make_deterministic(train.deterministic)
-    schedule = schedule_of(scenario)
-    job = make_job(scenario, layout, seat.device)
-    if init_from:
-        start_from(job, init_from)
-    loader = loader_of(scenario, job)
-    folder = run_folder(scenario)
-    checkpoints = Checkpointer(Path(train.checkpoint.folder) if train.checkpoint.folder else folder / "checkpoints", keep=train.checkpoint.keep,
-                               asynchronous=train.checkpoint.asynchronous)
-    optimizer = make_optimizer(job)
-    skip = train.optimizer.skip
-    guard = SkipGuard(skip.window, skip.sigma if skip.enabled else None, skip.max_consecutive)
-    restored = state.resume(checkpoints, train.checkpoint.resume, job, optimizer, loader, guard)
-    log = RunLog(folder, total=train.steps, every=train.log.every, tensorboard=train.log.tensorboard,
-                 from_step=restored.step if restored else 0, rank=seat.rank)
-    checkpoints.log = log.warn
-    for note in restored.notes if restored else ():
-        log.note(note)
-    first, last = train.log.spans or (0, 0)
-    profile = ProfileWindow(folder / "profile", seat.rank, *train.log.profile) if train.log.profile else None
-    return Run(scenario, job, seat, folder, loader, optimizer, schedule, guard, log, checkpoints, peaks(seat.device_name, layout.precision),
-               SpanRecorder(folder / "spans", seat.rank, first, last, seat.device), profile, _recorder(scenario, job, folder, seat),
-               done=restored.step if restored else 0)
-
-
-def start_from(job: Job, folder: str) -> None:
-    """The weights of a Hugging Face folder in place of the seed's, each rank taking its shard."""
-    from moetrain.export.cli import initial_tensors
-    from moetrain.export.constants import Constants
-
-    n = job.scenario.train.network
-    held: dict[str, list[torch.Tensor]] = {}
-    for part in job.parts:
-        for name, tensor in (*part.named_parameters(), *part.named_buffers()):
-            held.setdefault(part.logical_name(name), []).append(tensor)  # a rank may hold two copies of a tied embedding
-    for name, tensor in initial_tensors(folder, job.scenario.model, Constants(n.rope_theta, n.norm_eps, n.embed_scale)):
-        for mine in held.get(name, ()):
-            assign(mine, tensor)
-
-
-def schedule_of(scenario: Scenario) -> Schedule:
-    """The learning rate's schedule; a run shorter than its warm-up and decay is cut from the warm-up on."""
-    o, steps = scenario.train.optimizer, scenario.train.steps
-    warmup = min(o.warmup_steps, steps)
-    return Schedule(steps, o.schedule, warmup, min(o.decay_steps, steps - warmup), o.min_lr_ratio)
-
-
-def loader_of(scenario: Scenario, job: Job) -> AnyLoader:
-    """Batches of this rank's data-parallel share."""
-    w, dp = scenario.workload, job.mesh["dp"]
-    seed = scenario.seed if scenario.train.seed is None else scenario.train.seed
-    return open_loader(scenario.train.data, vocab_size=scenario.model.vocab_size, seq_len=w.seq_len, dp_rank=dp.rank, dp_size=dp.size,
-                       global_batch_sequences=w.global_batch_tokens // w.seq_len, micro_batch=job.layout.mb, seed=seed,
-                       pin=job.device.type == "cuda")
-
-
-def _recorder(scenario: Scenario, job: Job, folder: Path, seat: Seat) -> RoutingRecorder | None:
-    """Histograms of the layers that this rank's stage holds, written by the first rank of the stage (counts are summed over it)."""
-    layers = [layer.index for part in job.parts for layer in part.layers.values() if layer.moe is not None]
-    if scenario.train.moe.record is None or not layers or job.mesh["data"].rank:
-        return None
-    return RoutingRecorder(scenario.train.moe.record, seat.rank, layers, scenario.model.num_experts, scenario.model.top_k)
 
 
 # --- the loop -------------------------------------------------------------------------------------------------------------------
 
 
 def train(run: Run) -> int:
-    """Steps until the run is done or told to stop; the exit code."""
-    code = 0
+    """Steps until the run is done or told to stop; the exit code, the same on every rank."""
+    steps = run.scenario.train.steps
 
     def on_signal(number: int, frame: object) -> None:
-        nonlocal code
-        code, run.stop = 128 + number, True
+        run.told = number
 
     before = {s: signal.signal(s, on_signal) for s in SIGNALS}
     try:
+        if run.done >= steps:
+            run.log.note(f"nothing to do: {run.done} of {steps} steps are done; --set train.steps=N with a larger N goes on")
         _loop(run)
-        finish(run)
+        kept = finish(run)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return code
+    return NOT_KEPT if not kept else 128 + run.stop if run.stop else 0
 
 
 def _loop(run: Run) -> None:
@@ -193,17 +129,23 @@ def _loop(run: Run) -> None:
         note_published(run)
 
 
-def finish(run: Run) -> None:
-    """The last checkpoint, and everything on disk."""
-    if run.done and run.scenario.train.checkpoint.every >= 0:
-        save(run)
-    run.checkpoints.wait()
+def finish(run: Run) -> bool:
+    """The last checkpoint, and everything on disk; whether the steps taken are kept in a checkpoint."""
+    moved = run.done > run.resumed
+    with run.paused("the last checkpoint"):
+        if moved:
+            save(run)
+        try:
+            run.checkpoints.wait()
+        except CheckpointError as error:
+            run.log.warn(str(error))
     note_published(run)
     if run.recorder is not None:
         run.recorder.flush()
     run.log.event("end", step=run.done, **run.losses)
-    if run.manifest is not None and run.done == run.scenario.train.steps:
+    if run.manifest is not None and moved and run.done == run.scenario.train.steps:
         run.manifest.result(run.done, run.losses)
+    return not moved or (run.checkpoints.last is not None and run.checkpoints.last.step == run.done)
 
 
 def one_step(run: Run, also: list[str]) -> None:
@@ -221,9 +163,10 @@ def one_step(run: Run, also: list[str]) -> None:
     microbatches = step.cut(batch, run.job, run.done, run.loader.first_sample(run.done))
     with run.spans.span("forward_backward", "forward_backward"):
         losses = step.forward_backward(run.job, microbatches)
-    stopping = torch.tensor([float(run.stop)], dtype=losses.dtype, device=losses.device)
-    cross, z, stopping = step.reduce_loss(run.job, torch.cat([losses, stopping])).tolist()
-    run.stop = stopping > 0
+    # Signals travel with the loss: whoever was sent one, all ranks stop after the same step.
+    told = torch.tensor([float(run.told == s) for s in SIGNALS], dtype=losses.dtype, device=losses.device)
+    cross, z, *told = step.reduce_loss(run.job, torch.cat([losses, told])).tolist()
+    run.stop = next((s for s, ranks in zip(SIGNALS, told) if ranks), 0)
     loads = run.job.statistics.collect(run.job.mesh["data"])
     norm, lr, skipped = update(run, number, cross)
     balance_biases(run, loads, skipped)
@@ -313,12 +256,9 @@ def _balance(run: Run, loads: dict[int, LayerLoad]) -> tuple[Any, dict[str, dict
 
 def save(run: Run) -> None:
     """A checkpoint of the steps done. Its failure is a warning: training goes on, and the last good one stays."""
-    from moetrain.checkpoint.errors import CheckpointError
-
-    if run.checkpoints.last is not None and run.checkpoints.last.step == run.done:
-        return
     try:
-        held = run.checkpoints.save(run.done, run.job.parts, run.optimizer, state.extra(run.job, run.loader, run.guard, run.done))
+        with run.paused("checkpoint"):
+            held = run.checkpoints.save(run.done, run.job.parts, run.optimizer, state.extra(run.job, run.loader, run.guard, run.done))
     except CheckpointError as error:
         run.log.warn(str(error))
         return

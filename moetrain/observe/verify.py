@@ -132,17 +132,31 @@ def _anchors(run: Path, records) -> Iterator[Finding]:
 
 
 def _restarts(run: Path, records) -> Iterator[Finding]:
-    logged = [line.get("from_step") for _, line in _events(run) if line.get("event") == "restart"]
-    stated = [r["body"].get("from_step") for r in records if r["kind"] == "restart"]
-    if logged and logged != stated:
-        yield Finding("altered", manifest.FILE, f"restarts from steps {stated}, the log has restarts from steps {logged}")
+    """Every process that logged a step has its record. One that was killed between its first log line and its record has none."""
+    logged: list[list[Any]] = []  # [kind, from_step, whether it logged a step]
+    for line in _lines(run):
+        if line.get("event") in ("start", "restart"):
+            logged.append([line["event"], line.get("from_step"), False])
+        elif line.get("kind") == "step" and logged:
+            logged[-1][2] = True
+    stated = [(r["kind"], r["body"].get("from_step")) for r in records if r["kind"] in ("start", "restart")]
+    matched = {0}  # how many records the processes so far may account for
+    for _, from_step, worked in logged:
+        matched = {i + 1 for i in matched if i < len(stated) and stated[i][1] == from_step} | (set() if worked else matched)
+    if logged and len(stated) not in matched:
+        told, seen = ([step for kind, step, *_ in entries if kind == "restart"] for entries in (stated, logged))
+        yield Finding("altered", manifest.FILE, f"restarts from steps {told}, the log has restarts from steps {seen}")
+
+
+def _lines(run: Path) -> list[dict[str, Any]]:
+    try:
+        return list(read_records(run / LOG))
+    except ValueError:  # reported by _log
+        return []
 
 
 def _events(run: Path) -> list[tuple[int, dict[str, Any]]]:
-    try:
-        return [(i, line) for i, line in enumerate(read_records(run / LOG), start=1) if line.get("kind") == "event"]
-    except ValueError:  # reported by _log
-        return []
+    return [(i, line) for i, line in enumerate(_lines(run), start=1) if line.get("kind") == "event"]
 
 
 def _data(records) -> Iterator[Finding]:
