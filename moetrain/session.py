@@ -10,7 +10,9 @@ import torch.distributed as dist
 from moesim.spec import Scenario
 from moetrain.distributed import Seat
 from moetrain.observe import provenance
+from moetrain.observe.metrics import FILE, read_steps
 from moetrain.observe.preflight import preflight
+from moetrain.observe.throughput import Contract, measure
 from moetrain.prepare import prepare, seed_of
 from moetrain.train import Run, train
 from moetrain.watchdog import Watchdog
@@ -23,7 +25,9 @@ def run_training(scenario: Scenario, layout_text: str | None, seat: Seat, init_f
     try:
         with guard(run) or nullcontext():
             before(run)
-            return train(run)
+            code = train(run)
+            speed(run)
+            return code
     except (OSError, ValueError) as error:  # input was good: this is a fault of the program or the machine
         raise RuntimeError(f"rank {seat.rank} failed in step {run.done + 1}: {error}") from error
     finally:
@@ -53,6 +57,19 @@ def before(run: Run) -> None:
     run.manifest.begin(config=scenario.model_dump(mode="json"), code=provenance.code_identity(), data=_data(run), environment=environment,
                        seeds={"seed": seed_of(scenario)},
                        layout=str(run.layout), world=run.seat.world, from_step=run.done)
+
+
+def speed(run: Run) -> None:
+    """The run's throughput by the contract, where enough steps count for one."""
+    if run.seat.rank:
+        return
+    warmup = max(1, run.scenario.train.log.warmup)
+    try:
+        found = measure(read_steps(run.folder / FILE), Contract(warmup, 10_000, 20), config=run.scenario.hash, layout=str(run.layout),
+                        device=run.seat.device_name)
+    except ValueError:
+        return
+    run.log.note(f"throughput: {found}")
 
 
 def _preflight(run: Run) -> dict[str, Any]:

@@ -205,6 +205,25 @@ def test_the_trainer_sees_the_planners_words_only(path):
             assert name_of(path).startswith("moetrain.kernels."), f"{name_of(path)}:{found.line}: triton lives in moetrain/kernels"
 
 
+ENVIRONMENT = {
+    "moetrain.distributed": {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RESTART_COUNT"},
+    "moetrain.cli": {"RANK", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "OMP_NUM_THREADS"},
+    "moetrain.testing": {"RANK", "WORLD_SIZE", "LOCAL_RANK"},
+    "moetrain.bench.machine": {"LOCAL_WORLD_SIZE"},
+    "moetrain.data.tokenizer": {"TOKENIZERS_PARALLELISM"},
+}
+"""Who reads or sets which variables: torchrun's, and what libraries are told. No behaviour of a run hides there."""
+
+
+def test_no_behaviour_hides_in_the_environment():
+    for path in sources("moetrain"):
+        text = path.read_text()
+        if re.search(r"\b(environ|getenv)\b", text):
+            assert name_of(path) in ENVIRONMENT, name_of(path)
+            used = set(re.findall(r"environ(?:\.get\(|\[)[\"']?(\w+)", text)) - {"name"}
+            assert used <= ENVIRONMENT[name_of(path)], (name_of(path), used)
+
+
 def test_the_trainers_modules_form_no_ring():
     """Imports at module level, so that any file can be read after those it imports."""
     above = {name_of(p): {i.module for i in imports(p) if i.module.startswith("moetrain.") and not i.lazy} for p in sources("moetrain")}
