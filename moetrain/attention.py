@@ -93,17 +93,23 @@ class GroupedQueryAttention(Attention):
 
     def forward(self, x: torch.Tensor, where: Place) -> torch.Tensor:
         """[B, Q/tp, d] -> [B, Q/tp, d]."""
-        packed = self.rc("qkv", self.qkv, gathered(x, self.mesh["tp"], "tp_gather_qkv"))
-        packed = packed.unflatten(-1, (self.groups, -1, self.width))
+        cos, sin = where.rope(self.width, self.theta)
+        q, k, v = self.rc("qkv", lambda x: self._heads(x, cos, sin), gathered(x, self.mesh["tp"], "tp_gather_qkv", self.rc))
+        return self.attend(q, k, v, where)
+
+    def _heads(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values of [B, Q, d]: [B, Q, heads, width], normalised where the model has that, and turned."""
+        packed = self.qkv(x).unflatten(-1, (self.groups, -1, self.width))
         q, k, v = packed[..., :-2, :], packed[..., -2, :], packed[..., -1, :]
-        q = q.flatten(2, 3)
         if self.q_norm is not None:
             q, k = self._normed(self.q_norm, q), self._normed(self.k_norm, k)
-        cos, sin = where.rope(self.width, self.theta)
-        return self.attend(rotate(q, cos, sin), rotate(k, cos, sin), v, where)
+        if self.q_norm is None or self.full_norm:
+            # Nothing else of `packed` is read again: a view would keep all of it.
+            v = v.contiguous()
+        return rotate(q.flatten(2, 3), cos, sin), rotate(k, cos, sin), v
 
     def _normed(self, norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
-        return norm(x.flatten(2)).view_as(x) if self.full_norm else norm(x)
+        return norm(x.flatten(2)).view(x.shape) if self.full_norm else norm(x)
 
 
 class LatentAttention(Attention):
@@ -123,19 +129,27 @@ class LatentAttention(Attention):
 
     def forward(self, x: torch.Tensor, where: Place) -> torch.Tensor:
         """[B, Q/tp, d] -> [B, Q/tp, d]. The latents are small: each tp rank makes those of its tokens, then they are gathered."""
-        tp = self.mesh["tp"]
-        q_latent, kv_latent, k_rope = self.down(x).split((self.q_rank, self.kv_rank, self.rope), -1)
-        q_source = self.q_latent_norm(q_latent) if self.q_rank else x
-        latents = torch.cat([q_source, self.kv_latent_norm(kv_latent), k_rope], -1)
-        latents = gathered(latents, tp, "tp_gather_mla_up")
-        q_source, kv_latent, k_rope = latents.split((q_source.shape[-1], self.kv_rank, self.rope), -1)
-        q = self.rc("mla_up", self.up_q, q_source).unflatten(-1, (self.heads, -1))
-        kv = self.rc("mla_up", self.up_kv, kv_latent).unflatten(-1, (self.heads, -1))
+        latents = self.rc("qkv", self._latents, self.down(x), x)
+        latents = gathered(latents, self.mesh["tp"], "tp_gather_mla_up", self.rc)
         cos, sin = where.rope(self.rope, self.theta)
+        q, k, v = self.rc("mla_up", lambda x: self._heads(x, cos, sin), latents)
+        return self.attend(q, k, v, where)
+
+    def _latents(self, down: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """What queries, keys and values are made of: normalised latents (queries without one: ``x``) and the rotary part of keys."""
+        q_latent, kv_latent, k_rope = down.split((self.q_rank, self.kv_rank, self.rope), -1)
+        q_source = self.q_latent_norm(q_latent) if self.q_rank else x
+        return torch.cat([q_source, self.kv_latent_norm(kv_latent), k_rope], -1)
+
+    def _heads(self, latents: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values of all tokens' latents [B, Q, queries' width + kv rank + rope]: [B, Q, heads, width]."""
+        q_source, kv_latent, k_rope = latents.split((latents.shape[-1] - self.kv_rank - self.rope, self.kv_rank, self.rope), -1)
+        q = self.up_q(q_source).unflatten(-1, (self.heads, -1))
+        kv = self.up_kv(kv_latent).unflatten(-1, (self.heads, -1))
         q = torch.cat([q[..., :self.nope], rotate(q[..., self.nope:], cos, sin)], -1)
         shared = rotate(k_rope[:, :, None], cos, sin).expand(-1, -1, self.heads, -1)
-        k = torch.cat([kv[..., :self.nope], shared], -1)
-        return self.attend(q, k, kv[..., self.nope:], where)
+        # A view of values would keep the keys' part as well.
+        return q, torch.cat([kv[..., :self.nope], shared], -1), kv[..., self.nope:].contiguous()
 
 
 def build(spec: ModelSpec, mesh: Mesh, layer: int, theta: float, stds: tuple[float, float], eps: float, recompute: Recompute) -> Attention:

@@ -43,27 +43,28 @@ class Balance:
     scope: str = "global"
     z_loss: float = 0.0
 
-    def loss(self, routing: Routing, spec: ModelSpec, sequences: int, tokens_per_step: int, data: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
-        """(balance loss, z-loss), each already weighted and divided: add them to the step's loss. ``sequences`` of equal length
-        make up the T tokens."""
-        tokens, k = routing.experts.shape
-        score = scores(routing.logits, spec)
-        score = score / score.sum(-1, keepdim=True)
-        balance = self._balance(routing, score, sequences, k, data) * (self.aux_loss / tokens_per_step)
-        z = routing.logits.logsumexp(-1).square().sum() * (self.z_loss / tokens_per_step)
-        return balance, z
-
-    def _balance(self, routing: Routing, score: torch.Tensor, sequences: int, k: int, data: Communicator) -> torch.Tensor:
-        """Balance loss times the T tokens that it is a mean over."""
-        tokens, num_experts = score.shape
+    @torch.no_grad()
+    def share(self, routing: Routing, sequences: int, data: Communicator) -> torch.Tensor:
+        """Share of routes that each expert got, [1, E], or [sequences, E] where each sequence counts for itself: ``sequences`` of
+        equal length make up the T tokens. A collective call in scope global."""
+        num_experts, routes = routing.counts.numel(), routing.experts.numel()
         if self.scope == "sequence":
             own = torch.nn.functional.one_hot(routing.experts, num_experts).view(sequences, -1, num_experts).sum(1)
-            share = own / (tokens // sequences * k)
-            return num_experts * (share * score.view(sequences, -1, num_experts).sum(1)).sum()
-        counts, total = routing.counts.float(), tokens * k
+            return own / (routes // sequences)
+        counts = routing.counts.float()
         if self.scope == "global":
-            counts, total = all_reduce_(counts.clone(), data, "balance_counts"), total * data.size
-        return num_experts * (counts / total * score.sum(0)).sum()
+            counts, routes = all_reduce_(counts, data, "balance_counts"), routes * data.size
+        return (counts / routes)[None]
+
+    def loss(self, logits: torch.Tensor, share: torch.Tensor, spec: ModelSpec, tokens_per_step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(balance loss, z-loss) of ``logits`` [T, E], each already weighted and divided: add them to the step's loss."""
+        num_experts = logits.shape[1]
+        score = scores(logits, spec)
+        score = score / score.sum(-1, keepdim=True)
+        # The mean over T tokens, times T: what is divided by is the tokens of the whole step.
+        balance = num_experts * (share * score.view(share.shape[0], -1, num_experts).sum(1)).sum() * (self.aux_loss / tokens_per_step)
+        z = logits.logsumexp(-1).square().sum() * (self.z_loss / tokens_per_step)
+        return balance, z
 
 
 @torch.no_grad()

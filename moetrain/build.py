@@ -20,6 +20,7 @@ from moetrain.collectives import Communicator
 from moetrain.dispatch.plan import Capacity
 from moetrain.forced import Record
 from moetrain.kernels import backend
+from moetrain.layers import GatedMLP, RMSNorm
 from moetrain.mesh import Mesh
 from moetrain.model import ModelOptions, Stage
 from moetrain.moe import MoEOptions
@@ -67,6 +68,8 @@ def layout_of(scenario: Scenario, text: str | None, world: int) -> Layout:
     if reason:
         raise ValueError(f"layout '{layout}': {reason}")
     supports.check(scenario, layout)
+    if scenario.train.compile and layout.tp > 1:
+        raise ValueError("train.compile: not with tp above 1, whose shards are wrapped anew in every forward")
     return layout
 
 
@@ -119,20 +122,37 @@ def make_job(scenario: Scenario, layout: Layout, device: torch.device | str = "c
     if mesh is None:
         alone = layout.world == 1 and dtype == torch.float32 and layout.grad == "fp32"
         mesh = meshes.single(device, layout) if alone else meshes.build(layout, device)
-    statistics, recompute = RoutingStatistics(max(1, scenario.model.num_experts)), Recompute(layout.recompute)
+    statistics, recompute = RoutingStatistics(max(1, scenario.model.num_experts)), Recompute(layout.recompute, mesh.log, layout.tp)
     parts = make_parts(scenario, mesh, dtype, statistics, recompute)
     seed = scenario.seed if scenario.train.seed is None else scenario.train.seed
     for part in [] if empty else parts:
         materialise(part, device, seed)
+    if scenario.train.compile and not empty:
+        compile_pieces(parts)
     ends = sharding.ends_communicator(mesh, scenario.model, len(parts))
     stages, number = local_stages(layout, mesh["pp"].rank), num_microbatches(layout, scenario.workload)
     pipes = pipeline.build(parts, stages, mesh, scenario.model.hidden_size, scenario.workload.seq_len, dtype, number)
     return Job(scenario, layout, mesh, dtype, parts, stages, statistics, number, ends, recompute, pipes)
 
 
+def compile_pieces(parts: list[Stage]) -> None:
+    """torch.compile of what fuses well and has fixed shapes: norms and gated FFNs. Routed rows change in number and stay eager."""
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, (RMSNorm, GatedMLP)):
+                module.compile(dynamic=False)
+
+
 def make_optimizer(job: Job):
-    """The optimizer over all parts; a second copy of a tied embedding on one rank takes the same steps as the first."""
+    """The optimizer over all parts; a second copy of a tied embedding on one rank follows the first."""
     o = job.scenario.train.optimizer
     spec = OptimizerSpec(kind=o.kind, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay, decay_embedding=o.decay_embeddings,
                          moments=job.layout.optimizer, momentum=o.momentum)
-    return build_optimizer(list(sharding.named_parameters(job.parts)), spec)
+    named = dict(sharding.named_parameters(job.parts))
+    for part in job.parts[:1]:
+        named |= dict(sharding.named_parameters([part]))  # of two copies of a tied embedding, the first stage's
+    optimizer = build_optimizer(list(named.items()), spec)
+    copies = sharding.tied_copies(job.parts)
+    if len(copies) == 2:
+        optimizer.register_step_post_hook(lambda *_: sharding.follow(*copies))
+    return optimizer

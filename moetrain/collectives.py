@@ -34,9 +34,11 @@ class Entry:
 
 @dataclass
 class CollectiveLog:
-    """What this rank issued. ``entries`` is kept only while ``recording``; ``note`` hears of every one (the watchdog's register)."""
+    """What this rank issued. ``entries`` is kept only while ``recording``; ``note`` hears of every one (the watchdog's register).
+    ``replaying``: a forward runs again in backward, so what it issues is backward's."""
 
     recording: bool = False
+    replaying: bool = False
     entries: list[Entry] = field(default_factory=list)
     note: Callable[[str, str, str], None] | None = None
 
@@ -44,6 +46,7 @@ class CollectiveLog:
         if self.note is not None:
             self.note(kind, role, comm.name)
         if self.recording:
+            phase = "backward" if self.replaying and phase == "forward" else phase
             self.entries.append(Entry(kind, role, size, comm.group, phase))
 
 

@@ -32,10 +32,11 @@ class Experts(nn.Module):
     def forward(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """rows [R, d] sorted by local expert, offsets [local experts] int32 of where each one's rows end -> [R, d]. Rows beyond the
         last offset give zeros."""
-        rc, backend = self.rc, self.backend
-        up = rc("experts", lambda x: self._product(x, local(self.gate_up).flatten(1, 2), self.gate_up_bias, offsets), rows)
-        act = rc("moe_act", backend.swiglu, up)
-        return rc("experts", lambda x: self._product(x, local(self.down), self.down_bias, offsets), act)
+        return self.rc("experts", lambda x: self._run(x, offsets), rows, module=self)
+
+    def _run(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        up = self._product(rows, local(self.gate_up).flatten(1, 2), self.gate_up_bias, offsets)
+        return self._product(self.rc("moe_act", self.backend.swiglu, up), local(self.down), self.down_bias, offsets)
 
     def _product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offsets: torch.Tensor) -> torch.Tensor:
         out = self.backend.grouped_gemm(x, weight, offsets)

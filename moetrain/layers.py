@@ -11,10 +11,12 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
 from moetrain.collectives import Communicator, all_gather, reduce_scatter
 from moetrain.params import Init, Traits, declare
+from moetrain.recompute import GATHER, Recompute
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
@@ -50,19 +52,33 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), self.eps)
 
 
+class _SwiGLU(Function):
+    """silu(gate) * up that keeps its inputs alone; silu(gate) is made again."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
+
+
 class GatedMLP(nn.Module):
     """down(silu(gate x) * up x) (SwiGLU, https://arxiv.org/abs/2002.05202)."""
 
-    def __init__(self, width: int, inner: int, role: str, std: float, out_std: float):
+    def __init__(self, width: int, inner: int, role: str, std: float, out_std: float, recompute: Recompute):
         super().__init__()
-        self.role = role
+        self.role, self.rc = role, recompute
         self.gate = Linear(width, inner, f"{role}_up", "column", std=std)
         self.up = Linear(width, inner, f"{role}_up", "column", std=std)
         self.down = Linear(inner, width, f"{role}_down", "row", std=out_std)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Tokens gathered over tp in, this rank's part of the sum out."""
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(self.rc("mlp_act", _SwiGLU.apply, self.gate(x), self.up(x)))
 
 
 class Embedding(nn.Module):
@@ -84,9 +100,11 @@ class Embedding(nn.Module):
         return reduce_scatter(rows * self.scale, 1, tp, "tp_scatter_embed")
 
 
-def gathered(x: torch.Tensor, tp: Communicator, role: str) -> torch.Tensor:
-    """[B, S/tp, d] -> [B, S, d]."""
-    return all_gather(x, 1, tp, role)
+def gathered(x: torch.Tensor, tp: Communicator, role: str, recompute: Recompute | None = None) -> torch.Tensor:
+    """[B, S/tp, d] -> [B, S, d]. With ``recompute`` the result is not kept: backward gathers again."""
+    if recompute is None or tp.size == 1:
+        return all_gather(x, 1, tp, role)
+    return recompute(GATHER, lambda x: all_gather(x, 1, tp, role), x)
 
 
 def scattered(x: torch.Tensor, tp: Communicator, role: str) -> torch.Tensor:

@@ -46,7 +46,7 @@ class Layer(nn.Module):
         self.norm1, self.norm2 = RMSNorm(d, eps=eps), RMSNorm(d, eps=eps)
         self.norm_branch = RMSNorm(d, eps=eps) if spec.moe_branch_norm and kind == "moe" else None
         self.attention = attention.build(spec, mesh, index, options.rope_theta, stds, eps, recompute)
-        self.mlp = GatedMLP(d, spec.intermediate_size, "mlp", *stds) if kind == "dense" else None
+        self.mlp = GatedMLP(d, spec.intermediate_size, "mlp", *stds, recompute) if kind == "dense" else None
         self.moe = MoE(spec, index, mesh, moe, stds, eps, recompute, statistics) if kind == "moe" else None
 
     def forward(self, x: torch.Tensor, where: Place) -> torch.Tensor:
@@ -71,23 +71,23 @@ class Layer(nn.Module):
         return after(routed if shared is None else routed + shared)
 
     def _dense(self, x: torch.Tensor) -> torch.Tensor:
-        full = gathered(x, self.tp, "tp_gather_mlp_up")
+        full = gathered(x, self.tp, "tp_gather_mlp_up", self.rc)
         return scattered(self.rc("mlp", self.mlp, full), self.tp, "tp_scatter_mlp_down")
 
 
 class EmbeddingBlock(nn.Module):
     """Token lookup and the norm after it, if there is one. FSDP2 wraps it."""
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, options: ModelOptions):
+    def __init__(self, spec: ModelSpec, mesh: Mesh, options: ModelOptions, recompute: Recompute):
         super().__init__()
-        self.tp = mesh["tp"]
+        self.tp, self.rc = mesh["tp"], recompute
         self.embed = Embedding(spec.vocab_size, spec.hidden_size, options.init_std, options.embed_scale)
         self.norm = RMSNorm(spec.hidden_size, eps=options.norm_eps) if spec.embedding_norm else None
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """[B, S/cp] ids -> [B, S/(cp*tp), d]."""
         x = self.embed(tokens, self.tp)
-        return x if self.norm is None else self.norm(x)
+        return x if self.norm is None else self.rc("norm", self.norm, x, module=self)
 
 
 class Head(nn.Module):
@@ -121,9 +121,9 @@ class Stage(nn.Module):
         super().__init__()
         layers = range(spec.num_layers) if layers is None else layers
         kinds = spec.layer_kinds()
-        self.spec = spec
+        self.spec, self.rc = spec, recompute
         self.is_first, self.is_last = ends
-        self.embedding = EmbeddingBlock(spec, mesh, options) if self.is_first else None
+        self.embedding = EmbeddingBlock(spec, mesh, options, recompute) if self.is_first else None
         self.layers = nn.ModuleDict({str(i): Layer(spec, i, kinds[i], mesh, options, moe, recompute, statistics) for i in layers})
         self.head = Head(spec, mesh, options) if self.is_last else None
         self.tie()
@@ -135,11 +135,12 @@ class Stage(nn.Module):
 
     def forward(self, x: torch.Tensor, where: Place, labels: torch.Tensor | None = None) -> torch.Tensor:
         """Ids [B, S/cp] (first stage) or hidden [B, S/(cp*tp), d] -> hidden, or what Head gives."""
-        if self.embedding is not None:
-            x = self.embedding(x)
-        for layer in self.layers.values():
-            x = layer(x, where)
-        return x if self.head is None else self.head(x, labels)
+        with self.rc.watch():
+            if self.embedding is not None:
+                x = self.embedding(x)
+            for layer in self.layers.values():
+                x = layer(x, where)
+            return x if self.head is None else self.head(x, labels)
 
     def logical_name(self, name: str) -> str:
         """The name that a parameter or buffer has in the whole model; a tied head's is the embedding's."""

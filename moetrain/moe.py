@@ -52,7 +52,7 @@ class MoE(nn.Module):
         self.router = Router(spec, layer, options.backend, options.mode, stds[0], options.record, use_bias)
         self.experts = Experts(spec, options.backend, stds, recompute)
         d, shared = spec.hidden_size, spec.shared_intermediate_size
-        self.shared = GatedMLP(d, shared, "shared", *stds) if shared else None
+        self.shared = GatedMLP(d, shared, "shared", *stds, recompute) if shared else None
         self.shared_gate = Linear(d, 1, "shared_gate", std=stds[0]) if shared and spec.shared_expert_gate else None
         self.dispatcher = dispatcher(mesh.layout.dispatcher, spec.num_experts, mesh["ep"], options.capacity, options.backend)
 
@@ -60,7 +60,8 @@ class MoE(nn.Module):
         """x [B, S, d] -> (routed branch, shared branch or None), each [B, S, d]."""
         tokens = x.flatten(0, 1)
         tp = self.mesh["tp"]
-        routing = self.router(tokens, where, where.token_ids(tp.rank, tp.size))
+        ids = where.token_ids(tp.rank, tp.size)
+        routing = self.rc("router", lambda x: self.router(x, where, ids), tokens)
         parts = [slice(rows[0], rows[-1] + 1) for rows in torch.arange(tokens.shape[0]).chunk(self.options.chunks)]
         plans = [self.dispatcher.plan(routing if len(parts) == 1 else routing.part(part)) for part in parts]
         self.statistics.record(self.layer, routing, plans, replay=self.rc.replaying)
@@ -78,7 +79,7 @@ class MoE(nn.Module):
             rows, offsets = travelling()
             if i + 1 < len(parts):
                 travelling = self.dispatcher.dispatch(tokens[parts[i + 1]], plans[i + 1])
-            out = self.experts(rows, offsets)
+            out = self.rc.run(self.experts, rows, offsets)
             returning.append(self.dispatcher.combine(out, plans[i], routing.weights[part]))
         return torch.cat([wait() for wait in returning]) if len(returning) > 1 else returning[0]()
 
@@ -86,13 +87,14 @@ class MoE(nn.Module):
         if self.shared is None:
             return None
         tp = self.mesh["tp"]
-        out = scattered(self.rc("shared", self.shared, gathered(x, tp, "tp_gather_shared_up")), tp, "tp_scatter_shared_down")
+        out = scattered(self.rc("shared", self.shared, gathered(x, tp, "tp_gather_shared_up", self.rc)), tp, "tp_scatter_shared_down")
         return out if self.shared_gate is None else out * self.shared_gate(x).sigmoid()
 
     def _with_losses(self, routed: torch.Tensor, routing: Routing, sequences: int) -> torch.Tensor:
         balance = self.options.balance
         if not (balance.aux_loss or balance.z_loss) or not torch.is_grad_enabled():
             return routed
-        losses = balance.loss(routing, self.router.spec, sequences, self.options.tokens_per_step, self.mesh["data"])
+        share = balance.share(routing, sequences, self.mesh["data"])
+        losses = self.rc("router", lambda x: balance.loss(x, share, self.router.spec, self.options.tokens_per_step), routing.logits)
         self.statistics.losses(self.layer, *losses, replay=self.rc.replaying)
         return attach(routed, sum(losses))

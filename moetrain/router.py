@@ -7,23 +7,23 @@ Ties go to the lower expert number.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import Function
 
 from moesim.spec import ModelSpec
 from moetrain import forced
 from moetrain.kernels import Backend
-from moetrain.kernels.reference import TINY
+from moetrain.kernels.reference import TINY, wide
 from moetrain.layers import local
 from moetrain.params import Init, Traits, declare
 from moetrain.place import Place
 
 
-@dataclass(frozen=True)
-class Routing:
+class Routing(NamedTuple):
     """Where T tokens go: ``weights`` [T, k] float32 with gradient, ``experts`` [T, k] int64, ``counts`` [E] int64 routes an expert
     was asked to take. ``logits`` [T, E] are what the losses read."""
 
@@ -48,6 +48,22 @@ def scores(logits: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
     return logits.softmax(-1) if spec.router == "softmax" else logits.sigmoid()
 
 
+class _WideLinear(Function):
+    """x W^T in float32 of tensors of any precision, which alone are kept: a float32 copy of the tokens would be the largest
+    activation of a router."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return F.linear(wide(x), wide(weight))
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad_x = (grad @ wide(weight)).to(x.dtype) if ctx.needs_input_grad[0] else None
+        return grad_x, (grad.t() @ wide(x)).to(weight.dtype) if ctx.needs_input_grad[1] else None
+
+
 class Router(nn.Module):
     """Logits, scores, choice and weights of one layer. ``mode`` learned | balanced | random | replay: the others keep the scores'
     gradient path but choose without them."""
@@ -66,8 +82,9 @@ class Router(nn.Module):
     def forward(self, x: torch.Tensor, where: Place, ids: torch.Tensor) -> Routing:
         """x [T, d], ids [T] token numbers in the run."""
         spec = self.spec
-        bias = None if self.bias is None else local(self.bias).float()
-        logits = F.linear(x.float(), local(self.weight).float(), bias)
+        logits = _WideLinear.apply(x, local(self.weight))
+        if self.bias is not None:
+            logits = logits + local(self.bias).float()
         if self.mode == "learned":
             weights, experts, counts = self.backend.route(
                 logits, spec.top_k, self.balance_bias if self.use_bias else None, score=spec.router, num_groups=spec.num_expert_groups,
