@@ -1,14 +1,13 @@
 """How does a rank work through its share of a pipeline: which stage on which microbatch, what travels, when are gradients summed?
 
-torch.distributed.pipelining's runtime executes the very list that moesim.schedules writes, for every schedule; torch's own classes
-would build equal lists (tests hold them equal) but refuse some counts that are fine, and gather parameters again where a rank has
-more than three stages. What a stage needs beside its input (where the tokens stand, labels) is looked up by microbatch number and
-never enters torch's argument splitting. The last stage's output is its loss, so only losses leave the pipeline.
+torch.distributed.pipelining's runtime executes the very list that moesim.schedules writes (see actions), for every schedule. What a
+stage needs beside its input (where the tokens stand, labels) is looked up by microbatch number and never enters torch's argument
+splitting. The last stage's output is its loss, so only losses leave the pipeline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -17,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _Action, _add_reduce_grad, _add_send_recv, _ComputationType, _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from moesim.layout import Layout
 from moesim.ops import Group
-from moesim.schedules import SCHEDULES, Action, Order, Pair, flatten
+from moesim.schedules import SCHEDULES, Action, Order, flatten
 from moetrain import sharding
+from moetrain.actions import compute_actions, forward_orders, lowered
 from moetrain.balance import attach
 from moetrain.collectives import Communicator
 from moetrain.mesh import Mesh
@@ -33,42 +33,7 @@ if TYPE_CHECKING:
     from moetrain.observe.trace import SpanRecorder
     from moetrain.step import Microbatch
 
-COMPUTE = {_ComputationType(letter): letter for letter in "FBIW"}
 KINDS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
-
-
-# --- moesim's list as torch's -----------------------------------------------------------------------------------------------------
-
-
-def lowered(orders: Sequence[Order], placement: Sequence[int], num_microbatches: int) -> dict[int, list[_Action]]:
-    """torch's actions of every pipeline rank: the orders' own, gathers of the local stages' weights before them, a stage's gradient
-    reduction behind its last backward, and messages where neighbouring stages lie on different ranks."""
-    actions = {}
-    for rank, order in enumerate(orders):
-        held = [stage for stage, holder in enumerate(placement) if holder == rank]
-        # All gathers are issued at once: compute of the first stage hides the rest.
-        gathers, releases = ([_Action(stage, kind, None) for stage in held] for kind in (_ComputationType.UNSHARD, _ComputationType.RESHARD))
-        actions[rank] = gathers + _add_reduce_grad([_as_torch(item) for item in order], num_microbatches) + releases
-    # Receives are put into the receiver's list when the sender sends: one order of messages for both ends of every link.
-    return _add_send_recv(actions, stage_to_rank=lambda stage: placement[stage], num_stages=len(placement))
-
-
-def _as_torch(item: Action | Pair) -> _Action:
-    if isinstance(item, Pair):
-        return _Action(-1, _ComputationType.OVERLAP_F_B, None, (_as_torch(item.first), _as_torch(item.second)))
-    return _Action(item.stage, _ComputationType(item.letter), item.microbatch)
-
-
-def compute_actions(actions: Iterable[_Action]) -> list[Action]:
-    """What of a rank's list is work, in its order, as moesim's actions; pairs one by one, as torch runs them."""
-    flat = (part for action in actions for part in (action.sub_actions or (action,)))
-    return [Action(a.stage_index, COMPUTE[a.computation_type], a.microbatch_index) for a in flat if a.computation_type in COMPUTE]
-
-
-def forward_orders(placement: Sequence[int], pp: int, num_microbatches: int) -> tuple[Order, ...]:
-    """Forward alone: each rank takes all microbatches through its first stage, then through its next."""
-    return tuple(tuple(Action(stage, "F", m) for stage, holder in enumerate(placement) if holder == rank for m in range(num_microbatches))
-                 for rank in range(pp))
 
 
 def can_split_backward() -> bool:
