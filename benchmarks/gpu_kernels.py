@@ -241,7 +241,8 @@ def check(deadline: float) -> int:
             print("time is up: the comparisons after this one were left out")
             break
     bad = sum(not v.ok for v in verdicts)
-    print(f"{len(verdicts)} comparisons with float64, {bad} wrong, worst right one at {max((v.error_over_bound for v in verdicts if v.ok), default=0):.2f} of its bound")
+    worst = max((v.error_over_bound for v in verdicts if v.ok), default=0)
+    print(f"{len(verdicts)} comparisons with float64, {bad} wrong, worst right one at {worst:.2f} of its bound")
     return bad
 
 

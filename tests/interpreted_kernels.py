@@ -256,6 +256,9 @@ def test_flops_are_counted_exactly():
     with flop_counter(display=False) as counted:
         grouped_gemm.grouped_gemm(x.requires_grad_(), w.requires_grad_(), offsets).sum().backward()
     assert counted.get_total_flops() == 3 * 2 * x.shape[0] * 8 * 16
+    with flop_counter(display=False) as counted:
+        scaled_gemm.scaled_grouped_gemm(x, w, offsets, "rowwise").sum().backward()
+    assert counted.get_total_flops() == 3 * 2 * x.shape[0] * 8 * 16
 
 
 def test_two_runs_are_equal_to_the_bit():

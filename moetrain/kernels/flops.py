@@ -10,8 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 
-def _rows(x, w, offsets, out_shape=None, **_) -> int:
-    """x [R,K], w [E,N,K]."""
+def _rows(x, w, *_, out_shape=None, **__) -> int:
+    """x [R,K], w [E,N,K], in any precision."""
     return 2 * x[0] * x[1] * w[1]
 
 
@@ -44,6 +44,8 @@ def formulas() -> dict:
     for name in ("grouped_mm", "grouped_gemm"):
         if hasattr(own, name):
             found |= {getattr(own, name): _rows, getattr(own, f"{name}_weight_grad"): _weight_grad}
+    if hasattr(own, "scaled_grouped_gemm"):
+        found[own.scaled_grouped_gemm] = _rows
     return found
 
 
