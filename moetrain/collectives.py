@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,12 +36,22 @@ class Entry:
 @dataclass
 class CollectiveLog:
     """What this rank issued. ``entries`` is kept only while ``recording``; ``note`` hears of every one (the watchdog's register).
-    ``replaying``: a forward runs again in backward, so what it issues is backward's."""
+    ``replaying``: a forward runs again in backward, so what it issues is backward's. ``spans``: a recorder (observe/trace.py) or None."""
 
     recording: bool = False
     replaying: bool = False
     entries: list[Entry] = field(default_factory=list)
     note: Callable[[str, str, str], None] | None = None
+    spans: Any = None
+
+    def begin(self, role: str, size: int) -> Any:
+        """Starts a span on the communication stream, where a recorder of spans is on; `end` takes what this gives."""
+        spans = self.spans
+        return spans.start(role, role, "comm", bytes=size) if spans is not None and spans.on else None
+
+    def end(self, opened: Any) -> None:
+        if opened is not None:
+            self.spans.stop(opened)
 
     def add(self, kind: str, role: str, size: int, comm: Communicator, phase: str) -> None:
         if self.note is not None:
@@ -71,7 +82,9 @@ def gather_forward(x: torch.Tensor, dim: int, comm: Communicator, role: str, pha
     front = x.movedim(dim, 0).contiguous()
     out = front.new_empty((comm.size * front.shape[0], *front.shape[1:]))
     comm.log.add("all_gather", role, _bytes(out), comm, phase)
+    opened = comm.log.begin(role, _bytes(out))
     _all_gather(out, front, group=comm.pg)
+    comm.log.end(opened)
     return out.movedim(0, dim)
 
 
@@ -80,7 +93,9 @@ def scatter_forward(x: torch.Tensor, dim: int, comm: Communicator, role: str, ph
     front = x.movedim(dim, 0).contiguous()
     out = front.new_empty((front.shape[0] // comm.size, *front.shape[1:]))
     comm.log.add("reduce_scatter", role, _bytes(front), comm, phase)
+    opened = comm.log.begin(role, _bytes(front))
     _reduce_scatter(out, front, group=comm.pg)
+    comm.log.end(opened)
     return out.movedim(0, dim)
 
 
@@ -120,7 +135,9 @@ def all_reduce_(x: torch.Tensor, comm: Communicator, role: str, op=dist.ReduceOp
     """``x`` replaced by its reduction over the ranks; no gradient."""
     if comm.size > 1:
         comm.log.add("all_reduce", role, _bytes(x), comm, phase)
+        opened = comm.log.begin(role, _bytes(x))
         dist.all_reduce(x, op=op, group=comm.pg)
+        comm.log.end(opened)
     return x
 
 
@@ -132,9 +149,24 @@ def _exchange(x: torch.Tensor, send: Sequence[int] | None, receive: Sequence[int
     rows = x.shape[0] if receive is None else sum(receive)
     out = x.new_empty((rows, *x.shape[1:]))
     comm.log.add("all_to_all", role, _bytes(x), comm, phase)
+    opened = comm.log.begin(role, _bytes(x))
     arguments = {} if send is None else {"output_split_sizes": list(receive), "input_split_sizes": list(send)}
     work = dist.all_to_all_single(out, x.contiguous(), group=comm.pg, async_op=not wait, **arguments)
-    return out, None if wait else work
+    if wait:
+        comm.log.end(opened)
+        return out, None
+    return out, _Work(work, comm.log, opened)
+
+
+class _Work:
+    """Pending work whose span ends when somebody has waited for it."""
+
+    def __init__(self, work: dist.Work, log: CollectiveLog, opened: Any):
+        self.work, self.log, self.opened = work, log, opened
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.log.end(self.opened)
 
 
 class Pending:

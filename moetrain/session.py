@@ -11,6 +11,7 @@ from moesim.spec import Scenario
 from moetrain.distributed import Seat
 from moetrain.observe import provenance
 from moetrain.observe.metrics import FILE, read_steps
+from moetrain.observe.module_spans import watch
 from moetrain.observe.preflight import preflight
 from moetrain.observe.throughput import Contract, measure
 from moetrain.prepare import prepare, seed_of
@@ -29,7 +30,7 @@ def run_training(scenario: Scenario, layout_text: str | None, seat: Seat, init_f
             speed(run)
             return code
     except (OSError, ValueError) as error:  # input was good: this is a fault of the program or the machine
-        raise RuntimeError(f"rank {seat.rank} failed in step {run.done + 1}: {error}") from error
+        raise RuntimeError(f"rank {seat.rank} failed with {run.done} steps done: {error}") from error
     finally:
         run.close()
 
@@ -49,6 +50,8 @@ def guard(run: Run) -> Watchdog | None:
 
 def before(run: Run) -> None:
     """Preflight and the manifest's first record; both are collective or rank 0's alone."""
+    if run.scenario.train.log.spans:
+        watch_spans(run)
     with run.paused("preflight"):
         environment = _preflight(run)
     if run.manifest is None:
@@ -57,6 +60,14 @@ def before(run: Run) -> None:
     run.manifest.begin(config=scenario.model_dump(mode="json"), code=provenance.code_identity(), data=_data(run), environment=environment,
                        seeds={"seed": seed_of(scenario)},
                        layout=str(run.layout), world=run.seat.world, from_step=run.done)
+
+
+def watch_spans(run: Run) -> None:
+    """Modules, collectives and pipeline actions are recorded in the steps that the run names."""
+    watch(run.job.parts, run.spans)
+    run.job.mesh.log.spans = run.spans
+    if run.job.pipeline is not None:
+        run.job.pipeline.watch(run.spans)
 
 
 def speed(run: Run) -> None:
