@@ -27,7 +27,7 @@ PACKAGES = ("moesim", "moetrain", "calibration")
 ROWS = {
     "0 ": "closed_form document files hardware huggingface units workers",
     "1a": "fields ops schedules site training",
-    "1b": "spec",
+    "1b": "measurement spec",
     "2a": "block layout load program routing schema",
     "2b": "compiled fuse run_models sharing stack wiring",
     "2c": "run_fields timeline",
@@ -60,8 +60,8 @@ HOMES = {
     "yaml": {"moesim.document", "calibration.write"},
     "plotly": {"moesim.page", "calibration.plots"},
     "scipy": {"calibration.fit", "moesim.profile"},
-    "typer": {"moesim.cli", "calibration.__main__", "moetrain.cli", "moetrain.data.cli", "moetrain.observe.cli"},
-    "rich": {"moesim.cli", "moesim.report", "moetrain.observe.log", "moetrain.data.cli"},
+    "typer": {"moesim.cli", "calibration.__main__", "moetrain.cli", "moetrain.data.cli", "moetrain.observe.cli", "moetrain.bench.cli"},
+    "rich": {"moesim.cli", "moesim.report", "moetrain.observe.log", "moetrain.data.cli", "moetrain.bench.cli"},
     "pydantic": {f"moesim.{m}" for m in ("spec", "hardware", "training", "fields", "load", "profile", "stack", "model_error", "coverage")} | {"moetrain.data.shards", "moetrain.export.config"},
     "pint": {"moesim.units"},
 }
