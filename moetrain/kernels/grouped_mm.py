@@ -25,8 +25,8 @@ def _rows(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     x, w = _pad(x, 1), _pad(_pad(w, 1), 2)
     out = F.grouped_mm(x, w.transpose(1, 2), offs=offsets)
     past = torch.arange(num_rows, device=x.device) >= offsets[-1]
-    out.masked_fill_(past[:, None], 0)
-    return out[:, :width].contiguous()
+    out = reference.cleared(out, past)
+    return out if out.shape[1] == width else out[:, :width].contiguous()
 
 
 def _weight_grad(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
@@ -36,8 +36,8 @@ def _weight_grad(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
         return reference.weight_grad(grad, x, offsets)
     out = F.grouped_mm(_pad(grad, 1).t(), _pad(x, 1), offs=offsets)
     empty = torch.diff(offsets, prepend=offsets.new_zeros(1)) == 0
-    out.masked_fill_(empty[:, None, None], 0)
-    return out[:, :height, :width].contiguous()
+    out = reference.cleared(out.flatten(1), empty).view_as(out)
+    return out if out.shape[1:] == (height, width) else out[:, :height, :width].contiguous()
 
 
 def _pad(x: Tensor, dim: int) -> Tensor:

@@ -22,6 +22,17 @@ def check(x: Tensor, w: Tensor, offsets: Tensor) -> None:
         raise ValueError(f"grouped_gemm: x is {x.dtype} and w {w.dtype}; they must be of one type")
 
 
+def wanted(ctx, i: int) -> bool:
+    """Whether this backward is after the gradient of input ``i``. `needs_input_grad` says only that some backward might be: where the two
+    gradients are taken apart, as zero-bubble schedules do, it would have both products done twice."""
+    if not ctx.needs_input_grad[i]:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(ctx.next_functions[i][0])
+    except RuntimeError:
+        return True  # the input is a leaf, and its gradient what was asked for
+
+
 def define(name: str, rows: Callable[[Tensor, Tensor, Tensor], Tensor], weight_grad: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
     """Operators `moetrain::NAME` and `moetrain::NAME_weight_grad`; returns the differentiable grouped_gemm(x, w, offsets).
 
@@ -40,8 +51,8 @@ def define(name: str, rows: Callable[[Tensor, Tensor, Tensor], Tensor], weight_g
     def differentiate(ctx, grad: Tensor):
         x, w, offsets = ctx.saved_tensors
         grad = grad.contiguous()  # an expanded gradient, as of .sum(), has strides no kernel takes
-        grad_x = forward(grad, w.transpose(1, 2), offsets) if ctx.needs_input_grad[0] else None
-        grad_w = backward(grad, x, offsets) if ctx.needs_input_grad[1] else None
+        grad_x = forward(grad, w.transpose(1, 2), offsets) if wanted(ctx, 0) else None
+        grad_w = backward(grad, x, offsets) if wanted(ctx, 1) else None
         return grad_x, grad_w, None
 
     forward.register_autograd(differentiate, setup_context=save)

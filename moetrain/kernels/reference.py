@@ -38,7 +38,7 @@ def weight_grad(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
 def permute(tokens: Tensor, source: Tensor, positions: Tensor | None = None) -> Tensor:
     """tokens [T,d], source int [R]: [R,d], row r a copy of token source[r], or zero where that is -1. ``positions`` isn't needed here."""
     tokens = _at_least_one(tokens)
-    return tokens.index_select(0, source.clamp(min=0)).masked_fill((source < 0)[:, None], 0)
+    return cleared(tokens.index_select(0, source.clamp(min=0)), source < 0)
 
 
 def unpermute(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
@@ -47,9 +47,16 @@ def unpermute(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
     total = wide(rows).new_zeros(positions.shape[0], rows.shape[1])
     for j in range(positions.shape[1]):
         at = positions[:, j]
-        row = wide(rows.index_select(0, at.clamp(min=0))).masked_fill((at < 0)[:, None], 0)
+        row = cleared(wide(rows.index_select(0, at.clamp(min=0))), at < 0)
         total = total + row * weights[:, j, None].to(total.dtype)
     return total.to(rows.dtype)
+
+
+def cleared(x: Tensor, rows: Tensor) -> Tensor:
+    """x [R,d] with zeros where ``rows`` [R] is true. On a CPU, where looking costs nothing, x itself if nowhere."""
+    if type(rows) is Tensor and rows.device.type == "cpu" and not rows.any():
+        return x
+    return x.masked_fill(rows[:, None], 0)
 
 
 def _at_least_one(rows: Tensor) -> Tensor:
