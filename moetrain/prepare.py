@@ -16,9 +16,8 @@ from moesim.layout import Layout
 from moesim.spec import Scenario
 from moetrain import forced, state
 from moetrain.build import Job, compute_dtype, layout_of, make_job, make_optimizer, moe_options
-from moetrain.checkpoint import Checkpointer
+from moetrain.checkpoint import Checkpointer, folders
 from moetrain.checkpoint.errors import Ranks
-from moetrain.checkpoint.folders import read_state
 from moetrain.checkpoint.load import compare
 from moetrain.data.loader import open_loader
 from moetrain.data.stream import AnyLoader
@@ -47,10 +46,7 @@ def check(scenario: Scenario, layout_text: str | None, world: int) -> None:
     guard_of(scenario)
     windows(scenario, Seat(0, world, torch.device("cpu")))
     with loader_of(scenario, layout) as loader:
-        checkpoints = Checkpointer(checkpoint_folder(scenario))
-        newest = checkpoints.latest() if scenario.train.checkpoint.resume == "auto" else None
-        if newest is not None:
-            compare(read_state(newest), {"identity": state.identity(scenario, loader)})
+        check_resume(scenario, loader)
     take_folder(scenario).close()
 
 
@@ -70,6 +66,7 @@ def prepare(scenario: Scenario, layout_text: str | None, seat: Seat, init_from: 
         agreed(ranks, lambda: start_from(job, init_from))
     dp = job.mesh["dp"]
     loader = agreed(ranks, lambda: loader_of(scenario, layout, dp.rank, seat.device.type == "cuda"))
+    agreed(ranks, lambda: check_resume(scenario, loader) if seat.rank == 0 else None)
     lock = agreed(ranks, lambda: take_folder(scenario) if seat.rank == 0 else None)
     optimizer = make_optimizer(job)
     restored = state.resume(checkpoints, train.checkpoint.resume, job, optimizer, loader, guard)
@@ -116,8 +113,8 @@ def take_folder(scenario: Scenario) -> IO[str]:
     """The run's folder, made where it isn't there, for this process alone until what is returned is closed. ValueError where
     another run writes in it; OSError where it can't be made or written."""
     folder = run_folder(scenario)
-    folder.mkdir(parents=True, exist_ok=True)
-    checkpoint_folder(scenario).mkdir(parents=True, exist_ok=True)
+    for there in (checkpoint_folder(scenario), folder):
+        there.mkdir(parents=True, exist_ok=True)
     lock = (folder / LOCK).open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -170,6 +167,18 @@ def loader_of(scenario: Scenario, layout: Layout, dp_rank: int = 0, pin: bool = 
     w = scenario.workload
     return open_loader(scenario.train.data, vocab_size=scenario.model.vocab_size, seq_len=w.seq_len, dp_rank=dp_rank, dp_size=layout.dp,
                        global_batch_sequences=w.global_batch_tokens // w.seq_len, micro_batch=layout.mb, seed=seed_of(scenario), pin=pin)
+
+
+def check_resume(scenario: Scenario, loader: AnyLoader) -> None:
+    """ValueError unless the checkpoint to resume from, where there is one, is of this run's model and data, or where the one that is
+    named isn't there. Reads its state.json only."""
+    where = scenario.train.checkpoint.resume
+    if where == "never":
+        return
+    root = checkpoint_folder(scenario) if where == "auto" else Path(where)
+    found = next(filter(folders.whole, folders.newest_first(root)), None if where == "auto" else root)
+    if found is not None:
+        compare(folders.read_state(found), {"identity": state.identity(scenario, loader)})
 
 
 def check_replay(scenario: Scenario) -> None:

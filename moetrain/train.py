@@ -41,7 +41,8 @@ from moetrain.watchdog import Watchdog
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 NOT_KEPT = 1
 """Exit code of a run whose last checkpoint could not be written."""
-
+LAST_SAVE_S = 60.0
+"""What a save in flight is given when its run fails."""
 
 @dataclass
 class Run:
@@ -84,7 +85,8 @@ class Run:
         return sharding.named_parameters(self.job.parts)
 
     def close(self) -> None:
-        """Everything this rank holds open."""
+        """Everything this rank holds open; a checkpoint in the writing is given time to be one."""
+        self.checkpoints.leave(LAST_SAVE_S)
         for part in (self.spans, self.profile, self.log, self.loader, self.lock):
             if part is not None:
                 part.close()
@@ -276,7 +278,10 @@ def note_published(run: Run) -> None:
     run.recorded[last.step] = last.path
     run.log.event("checkpoint", step=last.step, seconds=last.seconds, bytes=last.bytes)
     if run.manifest is not None:
-        run.manifest.checkpoint(last.step, last.path)
+        try:
+            run.manifest.checkpoint(last.step, last.path)
+        except OSError as error:
+            run.log.warn(f"no record in the manifest of the checkpoint of step {last.step}: {error}")
         for gone in [number for number, path in run.recorded.items() if not path.exists()]:
             run.manifest.removed(gone)
             del run.recorded[gone]

@@ -122,6 +122,11 @@ class Checkpointer:
         if failure := self.poll():
             raise CheckpointError(failure)
 
+    def leave(self, seconds: float) -> None:
+        """At the end of a run that failed: gives a save in flight some time to end well; what else failed is said elsewhere."""
+        if self._flight is not None:
+            self._flight.thread.join(seconds)
+
     def latest(self) -> Path | None:
         """The newest checkpoint that is whole by its state.json and its files' sizes; None where there is none."""
         return next((path for path in folders.newest_first(self.folder) if folders.whole(path)), None)
