@@ -29,7 +29,7 @@ PRODUCTS = [
 ATTENTIONS = [Attention(2, 4, 2, 64, 64, 16, 16, pairs, backward) for pairs in (CAUSAL, WINDOWED) for backward in (False, True)]
 KINDS = [MemoryBound(kind, 3e6) for kind in memory_bound.KINDS]
 OPS = [*PRODUCTS, *ATTENTIONS, *KINDS]
-QUICK = run.Options(cap_s=0.02, quiet_s=0.0)
+QUICK = run.Options(cap_s=0.1, quiet_s=0.0)
 
 
 def machine(dtype: str = "fp32", rank: int = 0, world: int = 1) -> Machine:
@@ -156,15 +156,17 @@ def test_short_calls_are_timed_several_at_once_and_long_ones_stop_at_the_cap():
     short = timing.sample(lambda: Work([lambda: calls.append(1)], 0, 0, "fp32", {}), machine(), timing.Limits(0.05))
     assert short.inner > 10 and statistics.median(short.seconds) < 1e-4
     begin = time.perf_counter()
-    long = timing.sample(lambda: Work([lambda: time.sleep(0.1)], 0, 0, "fp32", {}), machine(), timing.Limits(0.1))
-    assert long.windows == (1, 1) and time.perf_counter() - begin < 2
+    long = timing.sample(lambda: Work([lambda: time.sleep(0.1)], 0, 0, "fp32", {}), machine(), timing.Limits(0.25))
+    assert 1 <= len(long.seconds) <= 2 and len(long.windows) == 1 and time.perf_counter() - begin < 2
+    with pytest.raises(Skip, match="one call took 0.1.* s, above the cap of 0.05 s"):
+        timing.sample(lambda: Work([lambda: time.sleep(0.1)], 0, 0, "fp32", {}), machine(), timing.Limits(0.05))
 
 
 def test_operand_sets_take_turns_and_hooks_run_around_each_repeat():
     seen = []
     made = Work([lambda i=i: seen.append(i) for i in range(3)], 0, 0, "fp32", {}, before=lambda i: seen.append(f"b{i}"), after=lambda: seen.append("a"), single=True)
-    timing._window(made, machine(), time.perf_counter(), 0)
-    assert seen[:3] == ["b0", 0, "a"]
+    timing.sample(lambda: made, machine(), timing.Limits(0.01, windows=1))
+    assert seen[:6] == ["b0", 0, "a", "b1", 1, "a"]
     clock = timing._host_clock(machine())
     seen.clear()
     timing._repeat(made, 2, 4, clock, shared=False)
@@ -289,13 +291,13 @@ def test_the_order_is_seconds_times_doubt():
 
 def test_a_budget_takes_the_most_useful_ops_and_ends_in_time(tmp_path, monkeypatch):
     def sleeper(op, here):
-        return Work([lambda: time.sleep(0.02)], op.flops, op.bytes, "fp32", {})
+        return Work([lambda: time.sleep(0.05)], op.flops, op.bytes, "fp32", {})
 
     monkeypatch.setitem(sys.modules["moetrain.bench"].WORKS, Gemm, sleeper)
     made = [requests.Request(Gemm(8, 8, 8 + i), 1e-3 * (i + 1), "extrapolated") for i in range(12)]
     begin = time.monotonic()
-    summary = run.run(made, tmp_path / "m.jsonl", machine(), run.Options(budget_s=0.6, cap_s=0.2, quiet_s=0.0))
-    assert time.monotonic() - begin < 3
+    summary = run.run(made, tmp_path / "m.jsonl", machine(), run.Options(budget_s=2.0, cap_s=0.6, quiet_s=0.0))
+    assert time.monotonic() - begin < 4
     found = list(read_measurements(tmp_path / "m.jsonl"))
     measured = [m.op.k for m in found if m.reason is None]
     assert 0 < summary.measured < 12 and measured == sorted(measured, reverse=True) and measured[0] == 19
@@ -356,7 +358,7 @@ def _bench_on(rank, world, path):
     here = machine(rank=rank, world=world)
     ops = [*EXCHANGES, *DISPATCHES, Gemm(16, 16, 16), Collective("all_reduce", 64.0, Group(4)), Collective("all_reduce", 64.0, Group(2, 2)),
            Dispatch(64, 16, 2.0, 2, 8, Group(2), "dedup", 20), Dispatch(64, 16, 1.0, 2, 8, Group(2), "alltoall", 0)]
-    summary = run.run(asked(*ops), path, here, replace(QUICK, with_suite=True))
+    summary = run.run(asked(*ops), path, here, replace(QUICK, cap_s=0.4, with_suite=True))
     return summary.measured, summary.skipped
 
 

@@ -186,5 +186,7 @@ def _progress(first: bool) -> Iterator[Note]:
 
 
 def _plain_line(number: int, total: int, text: str, line: Measurement | None) -> None:
-    if line is not None:
+    from moetrain.bench.run import USED_UP
+
+    if line is not None and line.reason != USED_UP:
         print(f"[{number + 1}/{total}] {text}: {result(line)}", file=sys.stderr, flush=True)

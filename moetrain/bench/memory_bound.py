@@ -20,6 +20,8 @@ from moetrain.optim import AdamW
 ROW = 4096
 """Values in a row of what is normed, permuted, looked up or quantised."""
 VOCABULARY = 32768
+CHUNK = 4096
+"""Tokens whose logits exist at one time, as in the trainer's loss by default."""
 ADAM_BYTES = 28
 """Of one FP32 parameter: it, its gradient and two moments are read, all but the gradient written."""
 PARAMETER = 1 << 24
@@ -92,7 +94,8 @@ def _quantiser(machine: Machine):
 def _loss(count: int, machine: Machine, dtype: str):
     rows, width = _matrix(count, VOCABULARY)
     logits = machine.normal(rows, width, dtype=dtype)
-    return lambda: logits.log_softmax(-1), rows * width
+    parts = logits.split(CHUNK)  # logits never exist for all tokens at once
+    return lambda: [part.log_softmax(-1).numel() for part in parts], rows * width
 
 
 def _optimizer(count: int, machine: Machine, dtype: str):

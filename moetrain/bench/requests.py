@@ -93,8 +93,8 @@ def only(requests: Iterable[Request], kinds: Collection[str]) -> list[Request]:
 
 @dataclass
 class Pace:
-    """How long would one call take here? An optimistic guess from ``flops_per_s`` and ``bytes_per_s``, times the least factor by
-    which calls of its kind have been slower so far."""
+    """How long would one call take here? A guess from ``flops_per_s`` and ``bytes_per_s``, times the least factor by which calls of its
+    kind have been slower so far."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -111,7 +111,7 @@ class Pace:
         return self.guess(request.op) * self.slower.get(request.kind, 1.0)
 
     def learn(self, request: Request, seconds: float) -> None:
-        factor = max(1.0, seconds / self.guess(request.op))
+        factor = seconds / self.guess(request.op)
         self.slower[request.kind] = min(factor, self.slower.get(request.kind, factor))
 
 

@@ -18,17 +18,19 @@ import torch
 import torch.distributed as dist
 
 from moesim.measurement import Measurement, read_measurements, to_record
-from moesim.ops import Collective, Dispatch
+from moesim.ops import Collective, Dispatch, Gemm, MemoryBound
 from moetrain.bench import build, machine as machines, suite
 from moetrain.bench.requests import Pace, Request, ordered, words
-from moetrain.bench.timing import Limits, Sample, agree_to_start, sample
+from moetrain.bench.timing import Limits, Sample, TooLong, agree_to_start, sample
 from moetrain.bench.work import Machine, Skip, Work
 from moetrain.observe import host
 from moetrain.observe.jsonl import JsonLines
 
 NOISY_AA = 0.05
+USED_UP = "the budget was used up"
 DIGITS = 10
 STOP = -1
+PROBE_S = 0.1
 CALLS_LEAST = 4
 """Calls that a measurement takes at the very least: a warm-up and a repeat in each of two windows."""
 
@@ -161,10 +163,12 @@ def _count(line: Measurement, summary: Summary) -> None:
 
 
 def _pace(machine: Machine) -> Pace:
-    if machine.cuda:
-        return Pace(2e15, 8e12, 9e11, "nccl")
-    threads = torch.get_num_threads()
-    return Pace(threads * (1.2e11 if machine.dtype == "fp32" else 2.5e11), 3e10, 5e9)
+    """From a product and an add of a moment; links are taken for fast until one was measured."""
+    side, values = (4096, 1 << 26) if machine.cuda else (384, 1 << 21)
+    product, add = Gemm(side, side, side), MemoryBound("elementwise", 12.0 * values)
+    best = {op: min(sample(lambda op=op: build(op, machine), machine, Limits(PROBE_S, 1, refuse=False)).seconds) for op in (product, add)}
+    rates = product.flops / best[product], add.moved / best[add]
+    return Pace(*rates, 9e11, "nccl") if machine.cuda else Pace(*rates, 5e9)
 
 
 def _attempt(number: int, task: Task, base: Measurement, machine: Machine, cap_s: float, pace: Pace, left: float, patience: Patience) -> Measurement:
@@ -179,6 +183,8 @@ def _attempt(number: int, task: Task, base: Measurement, machine: Machine, cap_s
             _next(number)
         found, share = _time(task, machine, cap_s, before)
     except Skip as skip:
+        if isinstance(skip, TooLong) and task.request is not None:
+            pace.learn(task.request, skip.seconds)
         return replace(base, reason=" ".join(str(skip).split()), date=now)
     if task.request is not None:
         pace.learn(task.request, min(found.seconds))
@@ -188,7 +194,7 @@ def _attempt(number: int, task: Task, base: Measurement, machine: Machine, cap_s
 def _worth(task: Task, cap_s: float, pace: Pace, left: float) -> None:
     """Skip for what would not end in time."""
     if left <= 0:
-        raise Skip("the budget was used up")
+        raise Skip(USED_UP)
     if task.request is None:
         return
     one = pace.seconds(task.request)
@@ -200,16 +206,16 @@ def _worth(task: Task, cap_s: float, pace: Pace, left: float) -> None:
 
 def _time(task: Task, machine: Machine, cap_s: float, before: host.Busy | None = None) -> tuple[Sample, float | None]:
     """Repeats of a task and the foreign share of the processor meanwhile. Collective for a task of everyone."""
-    before = before or host.busy()
+    before, limits = before or host.busy(), Limits(cap_s, refuse=task.request is not None)
     if not task.everyone:
         try:
-            found = sample(task.make, machine, Limits(cap_s))
+            found = sample(task.make, machine, limits)
         except Skip:
             raise
         except Exception as error:  # noqa: BLE001  (one kernel that fails must not cost the machine's time for the others)
             raise Skip(f"failed: {type(error).__name__}: {error}"[:300]) from None
     else:
-        found = sample(lambda: agree_to_start(task.make, machine), machine, Limits(cap_s))
+        found = sample(lambda: agree_to_start(task.make, machine), machine, limits)
     return found, machines.foreign_share(before, task.everyone)
 
 
@@ -229,5 +235,7 @@ def _noise(line: Measurement) -> Iterator[str]:
         yield f"others used {line.foreign_cpu:.0%} of the cores"
     if line.aa is not None and line.aa > NOISY_AA:
         yield f"A/A {line.aa:.0%}"
+    if line.aa is None:
+        yield "no A/A"
     if len(line.seconds) < 5:
         yield f"{len(line.seconds)} repeats"

@@ -7,6 +7,7 @@ aligns them before each repeat, the largest of their times counts, and all stop 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,14 +26,25 @@ SHORT_S = 2e-4
 """Calls shorter than this are timed several at once on a CPU."""
 MAX_INNER = 1000
 SHARED_WARM_UP = 3
+COLD_S = 1.0
+"""A first call shorter than this isn't trusted to tell how long one takes."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """``cap_s`` for both windows of a work together, warm-up included."""
+    """``cap_s`` for both windows of a work together; ``refuse`` a work of which one call exceeds it."""
 
     cap_s: float = 10.0
     windows: int = 2
+    refuse: bool = True
+
+
+class TooLong(Skip):
+    """One call exceeded the cap; it took ``seconds``."""
+
+    def __init__(self, seconds: float, cap_s: float) -> None:
+        super().__init__(f"one call took {seconds:.3g} s, above the cap of {cap_s:.3g} s")
+        self.seconds = seconds
 
 
 @dataclass(frozen=True)
@@ -46,14 +58,17 @@ class Sample:
 
 
 def sample(make: Callable[[], Work], machine: Machine, limits: Limits) -> Sample:
-    """Times ``make()`` twice. Skip from ``make``, on any rank of a work for everyone, is raised on all of them."""
-    seconds: list[float] = []
-    windows: list[int] = []
-    work, inner = None, 0
-    for _ in range(limits.windows):
-        work = None  # frees the operands of the window before
+    """Times ``make()`` twice, or once where one call takes a third of the cap. TooLong when one call exceeds it; Skip from ``make``, on any
+    rank of a work for everyone, is raised on all of them."""
+    work = make()
+    first = _Window(work, machine, limits)
+    seconds, inner = first.repeats(limits.cap_s / limits.windows)
+    windows = [len(seconds)]
+    while len(windows) < limits.windows and first.one < limits.cap_s / 3:
+        work = first = None  # frees the operands of the window before
         work = make()
-        found, inner = _window(work, machine, time.perf_counter() + limits.cap_s / limits.windows, inner)
+        first = _Window(work, machine, limits)
+        found, inner = first.repeats(limits.cap_s / limits.windows, inner)
         seconds += found
         windows.append(len(found))
     return Sample(tuple(seconds), tuple(windows), inner, work)
@@ -83,32 +98,41 @@ def out_of_memory(error: Exception) -> str:
     raise error
 
 
-def _window(work: Work, machine: Machine, deadline: float, inner: int) -> tuple[list[float], int]:
-    """Repeats of one window, and how many calls each has (``inner``, or if that is 0 what the warm-up says)."""
-    shared = work.everyone and machine.world > 1
-    clock = _cuda_clock(machine, shared) if machine.cuda and work.timer == "device" else _host_clock(machine)
+class _Window:
+    """One set of operands under the clock. ``one``: seconds of the first call, the same on all ranks of a work for everyone."""
 
-    def repeat(number: int, inner: int = 1) -> tuple[float, float]:
-        """(seconds of one call, seconds left), the same on all ranks."""
-        seconds = _repeat(work, number * inner, inner, clock, shared)
+    def __init__(self, work: Work, machine: Machine, limits: Limits) -> None:
+        self.work, self.shared = work, work.everyone and machine.world > 1
+        events = machine.cuda and work.timer == "device"
+        self.clock = _cuda_clock(machine, self.shared) if events else _host_clock(machine)
+        self.several = not (work.single or events)
+        self.one, _ = self._repeat(0, 1, math.inf)
+        if self.one > limits.cap_s and (events or self.one < COLD_S):
+            self.one = min(self.one, self._repeat(0, 1, math.inf)[0])  # a first call may compile, load, connect
+        if self.one > limits.cap_s and limits.refuse:
+            raise TooLong(self.one, limits.cap_s)
+
+    def repeats(self, cap_s: float, inner: int = 0) -> tuple[list[float], int]:
+        """Seconds of each repeat, and how many calls one has (``inner``, or if that is 0 what the warm-up says)."""
+        deadline, best = time.perf_counter() + cap_s, self.one
+        for i in range(1, 1 + (SHARED_WARM_UP if self.shared else len(self.work.calls))):  # every set of operands; as often on all ranks
+            if best > cap_s / 8:
+                break
+            again, _ = self._repeat(i, 1, deadline)
+            best = min(best, again)
+        inner = inner or (max(1, min(MAX_INNER, round(SHORT_S / best))) if self.several else 1)
+        found: list[float] = []
+        while True:
+            seconds, left = self._repeat(len(found), inner, deadline)
+            found.append(seconds)
+            if left < 0 or len(found) >= MOST or (len(found) >= LEAST and relative_error(found) < GOOD):
+                return found, inner
+
+    def _repeat(self, number: int, inner: int, deadline: float) -> tuple[float, float]:
+        """(seconds of one call, seconds left): the largest and the least of all ranks'."""
+        seconds = _repeat(self.work, number * inner, inner, self.clock, self.shared)
         left = deadline - time.perf_counter()
-        return _together(seconds, left) if shared else (seconds, left)
-
-    first, left = repeat(0)
-    for i in range(1, 1 + (SHARED_WARM_UP if shared else len(work.calls))):  # every set of operands; as often on all ranks
-        if first > left / 4:
-            break
-        again, left = repeat(i)
-        first = min(first, again)
-    if not inner:
-        several = not work.single and (not machine.cuda or work.timer == "host")
-        inner = max(1, min(MAX_INNER, round(SHORT_S / first))) if several else 1
-    found: list[float] = []
-    while True:
-        seconds, left = repeat(len(found), inner)
-        found.append(seconds)
-        if left < 0 or len(found) >= MOST or (len(found) >= LEAST and relative_error(found) < GOOD):
-            return found, inner
+        return _together(seconds, left) if self.shared else (seconds, left)
 
 
 def _together(seconds: float, left: float) -> tuple[float, float]:
