@@ -342,6 +342,13 @@ def test_a_bad_line_of_ops_is_named(tmp_path, line, message):
         requests.read_requests(path)
 
 
+def test_a_warm_up_is_the_same_kernel_on_little():
+    for op in [*PRODUCTS, *KINDS]:
+        little = requests.small(op)
+        assert build(little, machine()).method["kernel"] == build(op, machine()).method["kernel"] and little.bytes < 2e5
+    assert requests.small(ATTENTIONS[0]) is None
+
+
 def test_every_op_survives_being_written():
     for op in [*OPS, Dispatch(4, 8, 2.0, 2, 4, Group(2), "dedup", 20, True, 4, 1.5, 0.9), Collective("send_recv", 3.0, Group(2, 8))]:
         assert op_of(json.loads(json.dumps(op_fields(op)))) == op

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from moesim.measurement import Measurement, read_measurements, to_record
 from moesim.ops import Collective, Dispatch, Gemm, MemoryBound
 from moetrain.bench import build, machine as machines, suite
-from moetrain.bench.requests import Pace, Request, ordered, words
+from moetrain.bench.requests import Pace, Request, ordered, small, words
 from moetrain.bench.timing import Limits, Sample, TooLong, agree_to_start, sample
 from moetrain.bench.work import Machine, Skip, Work
 from moetrain.observe import host
@@ -178,6 +178,7 @@ def _attempt(number: int, task: Task, base: Measurement, machine: Machine, cap_s
         _worth(task, cap_s, pace, left)
         if not machine.cuda:
             patience.wait(left / 4)
+        _warm(task, machine)
         before = host.busy()
         if task.everyone and machine.world > 1:
             _next(number)
@@ -189,6 +190,14 @@ def _attempt(number: int, task: Task, base: Measurement, machine: Machine, cap_s
     if task.request is not None:
         pace.learn(task.request, min(found.seconds))
     return _line(base, found, share, machine, now)
+
+
+def _warm(task: Task, machine: Machine) -> None:
+    """One call of the task's kernel on next to nothing. What is wrong with it comes to light when it is timed."""
+    op = small(task.request.op) if task.request is not None else None
+    if op is not None:
+        with contextlib.suppress(Exception):
+            build(op, machine).calls[0]()
 
 
 def _worth(task: Task, cap_s: float, pace: Pace, left: float) -> None:
