@@ -31,9 +31,13 @@ MAX_BODIES = 4096
 LAUNCH_QUEUE = 1024
 """Kernels a host may have in flight before a launch blocks (the depth of the CUDA launch queue, as commonly observed:
 https://forums.developer.nvidia.com/t/how-many-kernels-can-be-queued/64126). Assumed; matters only where the host is far ahead."""
-END_OF_STEP = ("grad_reduce", "param_gather", "grad_norm", "router_stats", "loss_reduce")
+END_OF_STEP = ("grad_reduce", "tp_grad_reduce", "param_gather", "grad_norm", "router_stats", "loss_reduce")
 """Collectives of the end of the step (where weights are not resharded), which a site's own factor scales."""
 GRAD_BYTES = {"fp32": 4.0, "bf16": 2.0}
+REDUCED_GRAD_BYTES = 4.0
+"""A gradient once it is reduced lies beside the FP32 master, whatever it travelled in."""
+LOSS_BYTES = 32.0
+"""The step's loss in two parts and which of two signals a rank was sent, FP64."""
 OPTIMIZER_BYTES = {"fp32": 26.0, "bf16": 18.0, "fp8": 14.0}
 """AdamW traffic a parameter beside the gradient: master read and written (8), two moments read and written (16 in FP32, 8 in
 BF16, 4 in FP8), bf16 weight written (2)."""
@@ -131,8 +135,9 @@ class Build:
     def _transfer(self, size: float) -> Transfer | None:
         if self.layout.pp == 1:
             return None
-        seconds, nvlink, nic, *_ = self.parts.price(Collective("send_recv", size, Group(2, self.layout.groups["pp"].stride)))
-        return Transfer(seconds, self.parts.uses(seconds, nvlink, nic))
+        op = Collective("send_recv", size, Group(2, self.layout.groups["pp"].stride))
+        seconds, nvlink, nic, *_ = self.parts.price(op)
+        return Transfer(seconds, self.parts.uses(seconds, nvlink, nic), op)
 
     def _marks(self, split: bool) -> tuple[set[Action], set[Action]]:
         """First forward and last gradient-completing action of every virtual stage."""
@@ -182,11 +187,12 @@ class Build:
             return action.letter in "FBI"
         return l.zero >= 1 and l.overlaps("param") and action in firsts
 
-    def _reduces(self, action: Action, lasts) -> bool:
+    def _reduces(self, action: Action, lasts) -> str:
+        """Which reductions follow the action: "" none, "shards" those to the shards, "all" those over replicas too (once a step)."""
         l = self.layout
-        if l.zero == 2 or self.sharded:
-            return action.letter in "BW"
-        return l.overlaps("grad") and action in lasts
+        if action in lasts and (l.zero == 2 or self.sharded or l.overlaps("grad")):
+            return "all"
+        return "shards" if (l.zero == 2 or self.sharded) and action.letter in "BW" else ""
 
     def _body(self, key: tuple, slot: int) -> Body:
         content, (first, last), letter, gathers, reduces, *_ = key
@@ -208,7 +214,7 @@ class Build:
                 tape.part(self._tasks(name, key, i if letter == "F" else len(units) - 1 - i))
             released.append(tape.last)
             if reduces:
-                reductions.append(self._reduce(tape, unit, reductions))
+                reductions.append(self._reduce(tape, unit, reductions, replicas=reduces == "all"))
         if tape.last < 0:
             # A stage without layers passes on what it gets.
             tape.add(Task("pass", "memory_bound", COMPUTE, 0.0))
@@ -245,13 +251,13 @@ class Build:
         groups = self.layout.groups
         return [Collective("all_gather", 2.0 * n, g) for n, g in ((dense, groups["shard"]), (expert, groups["expert"])) if n and g.size > 1]
 
-    def reduce_ops(self, unit) -> list[Collective]:
-        """Reductions of one unit's gradients: scatter to shards, or all-reduce under ZeRO-0; HSDP adds the replicas."""
+    def reduce_ops(self, unit, replicas: bool = True) -> list[Collective]:
+        """Reductions of one unit's gradients: scatter to shards, or all-reduce under ZeRO-0; HSDP adds the ``replicas``."""
         dense, expert = self.unit_params(unit)
         groups, width = self.layout.groups, GRAD_BYTES[self.layout.grad]
         kind = "all_reduce" if self.layout.zero == 0 else "reduce_scatter"
         found = [Collective(kind, width * n, g) for n, g in ((dense, groups["shard"]), (expert, groups["expert"])) if n and g.size > 1]
-        if self.layout.rep > 1:
+        if self.layout.rep > 1 and replicas:
             found.append(Collective("all_reduce", width * dense / groups["shard"].size, groups["replica"]))
         return found
 
@@ -265,8 +271,8 @@ class Build:
         if self.gather_ops(unit) and width:
             tape.part((self._kernel(role, width * sum(self.unit_params(unit)), kind="copy"),))
 
-    def _reduce(self, tape: "Tape", unit, before: list[tuple[int, ...]]) -> tuple[int, ...]:
-        ops = self.reduce_ops(unit)
+    def _reduce(self, tape: "Tape", unit, before: list[tuple[int, ...]], replicas: bool) -> tuple[int, ...]:
+        ops = self.reduce_ops(unit, replicas)
         if self.sharded and ops:
             flying = self.parts.stack.fsdp_reduces_in_flight
             tape.wait(before[-flying] if len(before) >= flying else ())
@@ -280,14 +286,16 @@ class Build:
         seconds, nvlink, nic, sms, term, _ = self.parts.price(op)
         if role in END_OF_STEP and not self.sharded:
             seconds, nvlink, nic = (x * self.parts.site.factor("end_of_step") for x in (seconds, nvlink, nic))
-        return Task(role, "collective", stream, seconds, self._issue_s(), deps=deps, uses=self.parts.uses(seconds, nvlink, nic), sms=sms, terms=((role, term, seconds),), **kw)
+        return Task(role, "collective", stream, seconds, self._issue_s(), deps=deps, uses=self.parts.uses(seconds, nvlink, nic), sms=sms,
+                    terms=((role, term, seconds),), ops=(op,), **kw)
 
     def _issue_s(self) -> float:
         return 0.0 if self.layout.graphs == "full" else self.parts.launch_s
 
     def _kernel(self, role: str, moved: float, deps=(), kind: str = "optimizer", **kw) -> Task:
-        seconds, *_, term, _ = self.parts.price(MemoryBound(kind, moved))
-        return Task(role, "memory_bound", COMPUTE, seconds, self._issue_s(), deps=deps, uses=(("hbm", 1.0),), terms=((role, term, seconds),), **kw)
+        op = MemoryBound(kind, moved)
+        seconds, *_, term, _ = self.parts.price(op)
+        return Task(role, "memory_bound", COMPUTE, seconds, self._issue_s(), deps=deps, uses=(("hbm", 1.0),), terms=((role, term, seconds),), ops=(op,), **kw)
 
     def rank_units(self, rank: int) -> list[tuple[str, ...]]:
         """FSDP units of everything a pipeline rank holds, in reverse (gradients become ready from the last layer on)."""
@@ -326,18 +334,24 @@ class Build:
             tape.add(self._collective("grad_reduce", op, REDUCE, (0,)))
 
     def _small(self, tape: "Tape", rank: int) -> None:
-        """Collectives that carry few bytes and still cost their latency: the tied embedding's gradient between the first and
-        last stage, expert counts of balancing losses and biases, the loss itself."""
+        """Collectives that carry few bytes and still cost their latency: gradients of what tensor-parallel ranks hold whole, the tied
+        embedding's gradient between the first and last stage, expert counts of balancing losses and biases, the loss itself."""
         l, model = self.layout, self.maker.model
+        shards = 1 if l.zero == 0 else l.groups["shard"].size
+        items = [name for unit in self.rank_units(rank) for name in unit]
+        if l.tp > 1 and (whole := sum(self.parts.get(name, l).replicated_params for name in items)):
+            tape.add(self._collective("tp_grad_reduce", Collective("all_reduce", REDUCED_GRAD_BYTES * whole / shards, l.groups["tp"]), REDUCE, (0,)))
         ends = self.placement[0], self.placement[-1]
         if model.tie_embeddings and ends[0] != ends[1] and rank in ends:
-            size = GRAD_BYTES[l.grad] * model.vocab_size * model.hidden_size / l.tp
+            size = REDUCED_GRAD_BYTES * model.vocab_size * model.hidden_size / (l.tp * shards)
             tape.add(self._collective("grad_reduce", Collective("all_reduce", size, Group(2, l.groups["pp"].stride * (l.pp - 1))), REDUCE, (0,)))
-        if model.num_experts and l.groups["dense"].size > 1:
-            size = 4.0 * model.num_experts * model.num_layers
-            tape.add(self._collective("router_stats", Collective("all_reduce", size, l.groups["dense"]), REDUCE, (0,)))
+        stage = Group(l.world // l.pp)
+        if (layers := sum(name.startswith("moe") for name in items)) and stage.size > 1:
+            # For each layer: routes asked for and kept of every expert, and two losses, FP64.
+            size = 8.0 * (2 * model.num_experts + 2) * layers
+            tape.add(self._collective("router_stats", Collective("all_reduce", size, stage), REDUCE, (0,)))
         if l.world > 1:
-            tape.add(self._collective("loss_reduce", Collective("all_reduce", 8.0, l.groups["world"]), REDUCE, (0,)))
+            tape.add(self._collective("loss_reduce", Collective("all_reduce", LOSS_BYTES, l.groups["world"]), REDUCE, (0,)))
 
 
 def _reads_shards(key: tuple) -> bool:

@@ -23,7 +23,8 @@ class Node:
     reads ("" = the block's input). shard: how tensor parallelism cuts it: column | row | heads | seq | inner | expert | none.
     saved: bytes of its OUTPUT that backward needs. params: weights it reads on this rank; ``expert`` says that they are
     replicated over the expert-data-parallel group instead of the dense one. tokens_exchanged marks a wait of the host for
-    device-side token counts. launches: kernels the host issues for it.
+    device-side token counts. launches: kernels the host issues for it. gradient: something flows back through it; counts and the
+    sums inside a loss have no adjoint.
     """
 
     key: str
@@ -39,6 +40,7 @@ class Node:
     host_wait: bool = False
     phase: str = "F"
     """F forward, R recomputed forward, I input gradient, W weight gradient."""
+    gradient: bool = True
 
     def but(self, **changes) -> "Node":
         """The same node with some fields changed: ``dataclasses.replace``, three times faster (a search makes 10^5 of these)."""
@@ -102,7 +104,7 @@ def recomputed(node: Node, recompute: Iterable[str]) -> bool:
 
 def backward(block: Block, recompute: frozenset[str] = frozenset(), ratio: float = 1.0) -> Block:
     """The adjoint block: recomputed nodes first, then for each forward node, last to first, its input-gradient (phase I) and
-    weight-gradient (phase W) ops. ``ratio`` = kernel launches of all adjoint ops of a node over its own.
+    weight-gradient (phase W) ops. ``ratio`` = kernel launches of all adjoint ops over those of the forward nodes.
 
     The gradient of a node's output is complete when the input gradients of all its consumers are.
     """
@@ -114,11 +116,14 @@ def backward(block: Block, recompute: frozenset[str] = frozenset(), ratio: float
         for dep in node.deps:
             consumers.setdefault(dep, []).append(node.key)
     carried: dict[str, tuple[str, ...]] = {}
+    adjoints = {n.key: n.op.adjoint() if n.gradient else ((), ()) for n in block}
+    ratio *= sum(n.launches for n in block) / max(1e-300, sum(n.launches for n in block if any(adjoints[n.key])))
+    gathers = {n.key: n for n in block if n.role == "tp_gather" and n.key + ".R" not in again}
     for node in reversed(block.nodes):
         ready = tuple(d for c in consumers.get(node.key, ()) for d in carried[c])
         needs = ready + ((node.key + ".R",) if node.key + ".R" in again else ())
-        inputs, weights = node.op.adjoint()
-        out += _regather(node, block, needs)
+        inputs, weights = adjoints[node.key]
+        out += _regather(node, gathers, needs)
         each = ratio / max(1, len(inputs) + len(weights))
         made = [_adjoint(node, f"{node.key}.I{i}", op, needs, "I", each) for i, op in enumerate(inputs)]
         out += made
@@ -127,10 +132,10 @@ def backward(block: Block, recompute: frozenset[str] = frozenset(), ratio: float
     return Block(tuple(out))
 
 
-def _regather(node: Node, block: Block, needs: tuple[str, ...]) -> list[Node]:
-    """A tensor-parallel gather whose result was not kept: the weight gradient that reads it needs it once more."""
-    gathers = [n for n in block if n.key in node.deps and n.role == "tp_gather"]
-    return [g.but(key=g.key + f".G.{node.key}", phase="W", deps=needs) for g in gathers if node.params]
+def _regather(node: Node, gathers: dict[str, Node], needs: tuple[str, ...]) -> list[Node]:
+    """A tensor-parallel gather whose result was not kept: the weight gradients that read it need it once more, the first of them gathers."""
+    found = [gathers.pop(key) for key in node.deps if key in gathers] if node.params else []
+    return [g.but(key=f"{g.key}.G.{node.key}", phase="W", deps=needs) for g in found]
 
 
 def _recompute_deps(node: Node, block: Block, recompute: frozenset[str]) -> tuple[str, ...]:

@@ -56,6 +56,7 @@ def _merge(run: Task, task: Task) -> Task:
         blocks_host=task.blocks_host,
         output=task.output,
         terms=_merge_terms(run.terms + task.terms),
+        ops=run.ops + task.ops,
     )
 
 

@@ -69,6 +69,8 @@ class Part:
     forward: tuple[Priced, ...]
     backward: tuple[Priced, ...]
     dense_params: float
+    replicated_params: float
+    """Those of the dense ones that every tensor-parallel rank holds whole."""
     expert_params: float
     saved: float
     transient: float
@@ -186,7 +188,7 @@ def _task(run: list[Priced], stream: int, deps: tuple[int, ...]) -> Task:
     kind = max(run, key=lambda p: p.seconds).kind
     terms = tuple((role_of(p.node), p.term, p.seconds) for p in run if p.seconds)
     return Task(run[0].node.role if len(run) == 1 else f"{run[0].node.role}..{run[-1].node.role}", kind, stream, total, float(host.sum()), lag,
-                deps, uses, sms, any(p.node.host_wait for p in run), terms=terms)
+                deps, uses, sms, any(p.node.host_wait for p in run), terms=terms, ops=tuple(p.node.op for p in run))
 
 
 def role_of(node: Node) -> str:

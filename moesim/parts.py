@@ -79,7 +79,7 @@ class Parts:
             missing[key], key = layout, key._replace(layers=0)
             if key not in self.cache and key not in blocks:
                 blocks[key], rooms[key] = self._blocks(key, layout), self._room(key, layout)
-        self.price_ops(self._kernel(n.op)[0] for pair in blocks.values() for block in pair for n in block)
+        self.price_ops(self.kernel(n.op)[0] for pair in blocks.values() for block in pair for n in block)
         for key, (forward, adjoint) in blocks.items():
             self.cache[key] = self._part(key, forward, adjoint, *rooms[key])
         self.cache |= {key: self._uneven(key, layout) for key, layout in missing.items() if key.layers}
@@ -196,13 +196,15 @@ class Parts:
         # Loads are of requested rows; a Work's factors are of those that are kept.
         own = [replace(mean, load=load / mean.kept, memory_load=load / mean.kept) for load in loads]
         blocks = [self._blocks(key, layout, work) for work in own]
-        self.price_ops(self._kernel(n.op)[0] for pair in blocks for block in pair for n in block)
+        self.price_ops(self.kernel(n.op)[0] for pair in blocks for block in pair for n in block)
         return [self._part(key, *pair, room=load) for pair, load in zip(blocks, loads)]
 
     def _blocks(self, key: PartKey, layout, work: transformer.Work | None = None) -> tuple[Block, Block]:
         forward = axes.shard(_BUILD[key.name](self.model, work or self.work(layout), key.window), layout, self.model)
         forward = self._host(forward, key)
-        adjoint = backward(forward, frozenset(key.recompute), self.stack.backward_launch_ratio)
+        # Full recompute is of layers, and no layer makes an embedding again.
+        again = frozenset(key.recompute) - ({"full"} if key.name == "embedding" else frozenset())
+        adjoint = backward(forward, again, self.stack.backward_launch_ratio)
         return forward, self._accumulate(_weights_before_dispatch(adjoint) if key.hidden_dispatch else adjoint, key)
 
     def _host(self, block: Block, key: PartKey) -> Block:
@@ -254,6 +256,7 @@ class Parts:
     def _part(self, key: PartKey, forward: Block, adjoint: Block, worst: float = 1.0, room: float = 1.0) -> Part:
         f, b = self._priced(forward), self._priced(adjoint)
         dense, expert = forward.params
+        whole_over_tp = sum(n.params for n in forward if not n.expert and n.shard in ("seq", "inner", "none"))
         recompute = frozenset(key.recompute)
         saved = forward.saved_bytes(recompute)
         whole = forward.saved_bytes()
@@ -263,7 +266,7 @@ class Parts:
         gradient = max((n.saved for n in forward if n.key != "loss"), default=0.0)
         routed = sum(n.saved for n in forward if n.key in ROUTED and not recomputed(n, recompute)) if saved > 0 and recompute != {"full"} else 0.0
         unused = _weight_shapes(forward) if self.stack.weight_grad_placeholders else 0.0
-        part = Part(key, f, b, dense, expert, saved, (whole - saved + gradient) * worst + unused, _buffer(forward) * room, {}, {}, {}, {}, routed)
+        part = Part(key, f, b, dense, whole_over_tp, expert, saved, (whole - saved + gradient) * worst + unused, _buffer(forward) * room, {}, {}, {}, {}, routed)
         for letter in "FBIW":
             nodes = nodes_of(part, letter)
             part.compute[letter] = sum(p.seconds for p in nodes if p.node.stream == COMPUTE)
@@ -276,13 +279,13 @@ class Parts:
         return tuple(self._price_node(n) for n in block)
 
     def _price_node(self, node: Node) -> Priced:
-        op, times = self._kernel(node.op)
+        op, times = self.kernel(node.op)
         seconds, nvlink, nic, sms, term, provenance = self.prices[op]
         seconds *= self.coverage.get(coverage_kind(node.role, term), 1.0)
         uses = self.uses(seconds, nvlink, nic) if node.stream == COMM else ()
         return Priced(node, seconds * times, sms, term, provenance, node.launches * self.launch_s, uses)
 
-    def _kernel(self, op: Op) -> tuple[Op, int]:
+    def kernel(self, op: Op) -> tuple[Op, int]:
         """What this software launches for an op, and how often: a stack without grouped kernels runs one GEMM an expert."""
         if not isinstance(op, GroupedGemm) or self.stack.grouped_gemm == "grouped":
             return op, 1

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Mapping, Union
 
+from moesim.ops import Op
 from moesim.schedules import Action, Pair
 
 COMPUTE, COMM, DATA, REDUCE, SEND_NEXT, SEND_PREV = range(6)
@@ -64,6 +65,8 @@ class Task:
     group: int = -1
     """Rendezvous group in a program with every rank played: tasks of the same group (same position in their rank's order)
     start together and end together. -1: private to the rank (a representative rank stands for its peers)."""
+    ops: tuple[Op, ...] = ()
+    """What it does: the ops of the kernels inside. No evaluator reads them; `step_ops` counts them."""
 
     def __post_init__(self) -> None:
         if self.lag_s < 0:
@@ -94,6 +97,7 @@ class Transfer:
 
     seconds: float
     uses: tuple[tuple[str, float], ...] = ()
+    op: Op | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any, Callable, Iterator
@@ -24,6 +25,7 @@ from moesim.part import kind_of
 from moesim.plan import Candidate, Cost, Plan
 from moesim.screen import Screen, Screened
 from moesim.space import Space, enumerate_layouts
+from moesim.step_ops import step_ops
 from moesim.timeline import Timeline, breakdown
 from moesim.workers import worker_pool
 
@@ -104,8 +106,8 @@ def run_simulator(anchors=None):
 
 
 def list_ops(scenario, layout_text: str | None = None, *, top: int = 5) -> Iterator[dict[str, Any]]:
-    """Every distinct op that a layout's step (or the steps of the ``top`` layouts by bound) is made of, with how often it runs
-    in one microbatch of its part and what the profile says: JSON-ready dicts, most expensive first."""
+    """Every distinct op that a layout's step (or the steps of the ``top`` layouts by bound) is made of, and what the profile says:
+    JSON-ready dicts, most expensive first. Of one layout also the ``count``: launches a step on the pipeline rank with most."""
     evaluator = Evaluator(scenario)
     if layout_text or scenario.layout:
         layouts = [evaluator.legal(layout_text or scenario.layout)]
@@ -115,11 +117,24 @@ def list_ops(scenario, layout_text: str | None = None, *, top: int = 5) -> Itera
         best = np.argsort(np.where(screened.peak_bytes <= evaluator.budget_bytes, screened.bound_s, np.inf), kind="stable")[:top]
         layouts = [space.layout(int(row)) for row in best]
         evaluator = Evaluator(scenario)
-    for layout in layouts:
-        evaluator.program(layout)
+    programs = [evaluator.program(layout) for layout in layouts]
+    counts = _launches(evaluator, programs[0]) if len(programs) == 1 else None
     priced = sorted(evaluator.parts.prices.items(), key=lambda item: -item[1][0])
     for op, (seconds, _, _, sms, term, provenance) in priced:
-        yield {**op_dict(op), "kind": kind_of(op), "predicted_s": seconds, "term": term, "provenance": provenance, "sms": sms}
+        yield {**op_dict(op), "kind": kind_of(op), "predicted_s": seconds, "term": term, "provenance": provenance, "sms": sms,
+               **({} if counts is None else {"count": counts[op]})}
+
+
+def _launches(evaluator: Evaluator, program) -> Counter:
+    """Priced op -> launches a step on the pipeline rank that launches it most."""
+    most: Counter = Counter()
+    for rank in step_ops(program):
+        found: Counter = Counter()
+        for issued, times in rank.items():
+            op, each = evaluator.parts.kernel(issued.op)
+            found[op] += times * each
+        most |= found
+    return most
 
 
 def op_dict(op) -> dict[str, Any]:

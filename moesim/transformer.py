@@ -164,8 +164,9 @@ def _mla(chain: _Chain, model, window) -> None:
     chain.pointwise("mla_norm", "qk_norm", 2 * ranks, kind="norm", shard="seq", saved=width * ranks * tokens, params=float(ranks))
     chain.quantise("quant_up", ranks, "seq")
     up = heads * (qk + model.qk_nope_head_dim + v)
+    source = chain.last
     q_op = chain.gemm("mla_up_q", "mla_up", heads * qk, q_rank or d, "column", saved=2.0 * heads * qk * tokens)
-    chain.gemm("mla_up_kv", "mla_up", heads * (model.qk_nope_head_dim + v), kv_rank, "column", deps=("mla_norm",),
+    chain.gemm("mla_up_kv", "mla_up", heads * (model.qk_nope_head_dim + v), kv_rank, "column", deps=(source,),
                saved=2.0 * heads * (qk + v) * tokens)
     chain.pointwise("rope", "rope", up, backward_ratio=1.0, shard="inner", deps=(q_op, "mla_up_kv"))
     _core(chain, model, window, qk, v, heads)

@@ -41,7 +41,7 @@ ROWS = {
     "5b": "overlap",
     "6a": "predict screen",
     "6b": "anchors evaluate",
-    "6c": "anchored compare full whynot",
+    "6c": "anchored compare full step_ops whynot",
     "6d": "search",
     "7a": "launch report",
     "7b": "charts",
@@ -83,9 +83,10 @@ SHARED = {
 PLUGIN_LIBRARIES = {"axes": set(), "costs": {"numpy"}, "schedules": set()}
 
 
-# What the trainer may see of the planner: words for models, layouts and ops, and the readers of files; nothing that prices or searches.
+# What the trainer may see of the planner: words for models, layouts and ops, the readers of files, and which ops a step issues; nothing that
+# says what they cost, or searches.
 TRAINER_SEES = {"closed_form", "document", "files", "hardware", "huggingface", "layout", "load", "measurement", "ops", "program", "routing", "schedules", "spec",
-                "timeline", "training", "units", ""}
+                "step_ops", "timeline", "training", "units", ""}
 
 
 class Import(NamedTuple):

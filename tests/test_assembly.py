@@ -56,8 +56,9 @@ def units_of(evaluator, program, layout, rank):
     return [(sum(p.dense_params for p in u), sum(p.expert_params for p in u)) for u in found]
 
 
-def expected(evaluator, layout, units, kind, width, times) -> Counter:
-    """Seconds -> how often, of a collective over the replicas of each unit's dense and expert weights, from degrees alone."""
+def expected(evaluator, layout, units, kind, width, times, steps=1) -> Counter:
+    """Seconds -> how often, of a collective over the replicas of each unit's dense and expert weights, from degrees alone; ``steps``:
+    how often a reduction goes on over the replicas of the shards."""
     out: Counter = Counter()
     replicas = (layout.dp * layout.cp // layout.rep, layout.tp), (layout.dp * layout.cp * layout.tp // (layout.ep * layout.etp), layout.ep * layout.etp)
     for unit in units:
@@ -66,7 +67,7 @@ def expected(evaluator, layout, units, kind, width, times) -> Counter:
                 out[rounded(evaluator.parts.price(Collective(kind, width * count, Group(size, stride)))[0])] += times
         if kind != "all_gather" and layout.rep > 1:
             share = layout.dp * layout.cp // layout.rep
-            out[rounded(evaluator.parts.price(Collective("all_reduce", width * unit[0] / share, Group(layout.rep, layout.tp * share)))[0])] += times
+            out[rounded(evaluator.parts.price(Collective("all_reduce", width * unit[0] / share, Group(layout.rep, layout.tp * share)))[0])] += times and steps
     return +out
 
 
@@ -247,7 +248,7 @@ def test_a_tied_embedding_is_reduced_between_the_stages_that_hold_it():
     for text, ranks in (("pp4 dp2 zero1", {0, 3}), ("pp2 vpp2 dp4 interleaved zero1", {0, 1}), ("dp8 zero1", set()), ("pp4 vpp2 dp2 zero1 zbv", set()), ("pp4 vpp2 dp2 zero1 dualpipev", set())):
         layout = evaluator.legal(text)
         program = evaluator.program(layout)
-        size = 4 * model.vocab_size * model.hidden_size
+        size = 4 * model.vocab_size * model.hidden_size / layout.dp
         found = set()
         for rank in range(layout.pp):
             span = Group(2, layout.dp * (layout.pp - 1)) if layout.pp > 1 else Group(2, 1)

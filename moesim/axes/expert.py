@@ -81,4 +81,4 @@ def _count_exchange(layout, model) -> Node:
     """Every rank tells every other how many tokens it sends to each expert; the host needs the answer for its split sizes."""
     group: Group = layout.groups["ep"]
     counts = Collective("all_gather", 8.0 * model.num_experts * group.size, group)
-    return Node("count_exchange", "count_exchange", counts, ("permute",), COMM, host_wait=True)
+    return Node("count_exchange", "count_exchange", counts, ("permute",), COMM, host_wait=True, gradient=False)

@@ -12,8 +12,9 @@ from moesim.axes.scale import divide_tokens
 from moesim.block import COMM, Block, Node, insert_after, insert_before
 from moesim.ops import Collective, Gemm, GroupedGemm
 
-LOSS_VALUES_PER_TOKEN = 3
-"""Vocabulary-parallel cross entropy reduces the maximum, the sum of exponentials and the target logit: FP32 each."""
+LOSS_VALUES_PER_TOKEN = {"tp_loss_peak": 1, "tp_loss": 2}
+"""Vocabulary-parallel cross entropy reduces the maximum, then the sum of exponentials and the target logit: FP32 each, forward only
+(the gradient of a rank's logits needs no others)."""
 
 
 def shard(block: Block, layout, model) -> Block:
@@ -28,7 +29,7 @@ def shard(block: Block, layout, model) -> Block:
         if node.shard in ("column", "qkv") and node.deps[0] not in gathered:
             # Readers of one tensor share one gather: the two up-projections of MLA read two halves of one latent.
             gathered.add(node.deps[0])
-            size = 2.0 * full_tokens[node.key] * node.op.k
+            size = 2.0 * full_tokens[node.key] * _gathered_width(node, block, model)
             cut = insert_before(cut, node.key, Node(f"tp_gather_{node.key}", "tp_gather", Collective("all_gather", size, group), node.deps, COMM))
         if node.shard == "row":
             size = 2.0 * full_tokens[node.key] * node.op.n
@@ -37,9 +38,18 @@ def shard(block: Block, layout, model) -> Block:
             size = node.saved
             cut = insert_after(cut, "embed", Node("tp_scatter_embed", "tp_scatter", Collective("reduce_scatter", size, group), ("embed",), COMM))
         if node.key == "loss":
-            size = 4.0 * LOSS_VALUES_PER_TOKEN * full_tokens["head"]
-            cut = insert_after(cut, "loss", Node("tp_loss", "tp_loss", Collective("all_reduce", size, group), ("loss",), COMM))
+            before = "loss"
+            for key, values in LOSS_VALUES_PER_TOKEN.items():
+                op = Collective("all_reduce", 4.0 * values * full_tokens["head"], group)
+                cut = insert_after(cut, before, Node(key, "tp_loss", op, (before,), COMM, gradient=False))
+                before = key
     return cut
+
+
+def _gathered_width(node: Node, block: Block, model) -> int:
+    """Values a token of what ``node`` reads. Readers of one latent (MLA) read parts of it, and its rotary key is read by no GEMM."""
+    readers = [n for n in block if n.shard == node.shard and n.deps[:1] == node.deps[:1]]
+    return sum(n.op.k for n in readers) + (model.qk_rope_head_dim if node.role == "mla_up" else 0)
 
 
 def _column(node: Node, tp: int, model) -> Node:
