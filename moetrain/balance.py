@@ -52,7 +52,7 @@ class Balance:
             own = torch.nn.functional.one_hot(routing.experts, num_experts).view(sequences, -1, num_experts).sum(1)
             return own / (routes // sequences)
         counts = routing.counts.float()
-        if self.scope == "global":
+        if self.scope == "global" and self.aux_loss:
             counts, routes = all_reduce_(counts, data, "balance_counts"), routes * data.size
         return (counts / routes)[None]
 

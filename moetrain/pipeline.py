@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
@@ -169,18 +168,10 @@ class _PipelineStage(PipelineStage):
     def _accumulate(self) -> None:
         """Weight gradients taken alone run no hook of FSDP2, and would be summed over microbatches in the compute precision: this
         adds them up in that of the reduction, as after a whole backward."""
-        for group in _parameter_groups(self.submod):
+        for group in sharding.parameter_groups(self.submod):
             for parameter in group.fsdp_params:
                 parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()
-
-
-def _parameter_groups(part: Stage) -> Iterator:
-    for module in part.modules():
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            # One a module before torch 2.12.
-            yield from getattr(state, "_fsdp_param_groups", None) or filter(None, [getattr(state, "_fsdp_param_group", None)])
 
 
 class _Runtime(_PipelineScheduleRuntime):

@@ -74,12 +74,12 @@ def shard(stage: Stage, mesh: Mesh, dtype: torch.dtype) -> None:
     for module in list(stage.modules()):
         if isinstance(module, Experts):
             fully_shard(module, mesh=expert, shard_placement_fn=lambda p: _placement(p, mesh["edp"].size), **keep)
-            _connect(module, mesh["edp"])
+            _connect(module, mesh["edp"], mesh["edp_replicate"])
     tied = stage.head is not None and stage.embedding is not None and stage.head.out.weight is stage.embedding.embed.weight
     blocks = [*stage.layers.values(), *([] if tied else [b for b in (stage.embedding, stage.head) if b is not None])]
     for module in [*blocks, stage]:
         fully_shard(module, mesh=dense, **keep)
-        _connect(module, mesh["shard"])
+        _connect(module, mesh["shard"], mesh["replicate"])
     _prefetch(stage, layout)
 
 
@@ -111,11 +111,14 @@ def _placement(parameter: torch.Tensor, ranks: int) -> Shard | None:
     return next((Shard(d) for d in range(len(sizes) - 1, 0, -1) if sizes[d] % ranks == 0), None)
 
 
-def _connect(module: FSDPModule, comm: Communicator) -> None:
+def _connect(module: FSDPModule, shards: Communicator, replicas: Communicator) -> None:
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
-    module.set_custom_all_gather(LoggedAllGather(comm))
-    module.set_custom_reduce_scatter(LoggedReduceScatter(comm))
+    module.set_custom_all_gather(LoggedAllGather(shards))
+    module.set_custom_reduce_scatter(LoggedReduceScatter(shards))
+    if replicas.size > 1:
+        # FSDP2 issues this one itself and calls what it finds here behind it.
+        module.set_all_reduce_hook(lambda x: replicas.log.add("all_reduce", "grad_reduce", x.numel() * x.element_size(), replicas, "step"))
 
 
 def _prefetch(stage: Stage, layout: Layout) -> None:
@@ -136,6 +139,25 @@ def begin_microbatch(parts: Iterable[nn.Module], layout: Layout, last: bool) -> 
             part.set_requires_gradient_sync(last or always)
             part.set_requires_all_reduce(last)
             part.set_reshard_after_backward(last or (layout.zero == 3 and layout.reshard))
+        if layout.pp == 1:
+            _forget_forwards(part)
+
+
+def parameter_groups(part: nn.Module) -> Iterator:
+    """FSDP2's units of a model part. (One a module before torch 2.12.)"""
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            yield from getattr(state, "_fsdp_param_groups", None) or filter(None, [getattr(state, "_fsdp_param_group", None)])
+
+
+def _forget_forwards(part: nn.Module) -> None:
+    """FSDP2 remembers the order of all forwards until a backward is the step's last. With it the first unit of a microbatch would gather
+    the last one of the microbatch before, the head, for nothing."""
+    for group in parameter_groups(part):
+        if hasattr(group.comm_ctx, "post_forward_order"):  # from the first forward on
+            group.comm_ctx.post_forward_order.clear()
+        group._post_forward_indices.clear()
 
 
 def gather_early(parts: Iterable[nn.Module], layout: Layout) -> None:

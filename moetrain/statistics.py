@@ -1,6 +1,7 @@
 """How were tokens routed in this step? (Counted once, whatever recompute, accumulation or a pipeline does.)
 
-Counts stay on the device until the step ends, when one all-reduce a part sums them over the ranks that see different tokens.
+Counts stay on the device until the step ends, when one all-reduce sums them over the ranks that see different tokens, and a second,
+for the report alone, finds the busiest rank.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from moetrain.collectives import Communicator, all_reduce_
 from moetrain.router import Routing
@@ -15,8 +17,8 @@ from moetrain.router import Routing
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """One layer over one step: ``requested`` and ``kept`` routes of each expert [E], rows each expert rank received in its busiest
-    microbatch (``busiest_rank``, and ``mean_rank``), and the two losses (already weighted)."""
+    """One layer over one step: ``requested`` and ``kept`` routes of each expert [E], rows that the busiest rank received in its
+    busiest microbatch (``busiest_rank``) and a rank on average (``mean_rank``), and the two losses (already weighted)."""
 
     requested: torch.Tensor
     kept: torch.Tensor
@@ -62,17 +64,11 @@ class RoutingStatistics:
         layers = sorted(self._sums)
         if not layers:
             return {}
-        sums = all_reduce_(torch.stack([self._sums[i] for i in layers]), data, "routing_statistics", phase="step").cpu()
-        rows = torch.stack([torch.stack(self._rows[i]) for i in layers])
-        busiest, mean = rows.clone(), rows.clone()
-        if data.size > 1:
-            import torch.distributed as dist
-
-            all_reduce_(busiest, data, "routing_statistics", dist.ReduceOp.MAX, phase="step")
-            all_reduce_(mean, data, "routing_statistics", phase="step")
-        peak = (busiest / (mean / data.size).clamp(min=1e-9)).max(1).values.cpu()
-        mean = (mean / data.size).mean(1).cpu()
+        sums = all_reduce_(torch.stack([self._sums[i] for i in layers]), data, "router_stats", phase="step").cpu()
+        busiest = torch.stack([torch.stack(self._rows[i]).max() for i in layers])
+        busiest = all_reduce_(busiest, data, "report", dist.ReduceOp.MAX, phase="step").tolist()
+        visits = [data.size * len(self._rows[i]) for i in layers]
         self._sums, self._rows = {}, {}
         e = self.num_experts
-        return {i: LayerLoad(s[:e].long(), s[e:2 * e].long(), float(p * m), float(m), float(s[-2]), float(s[-1]))
-                for i, s, p, m in zip(layers, sums, peak, mean)}
+        return {i: LayerLoad(s[:e].long(), s[e:2 * e].long(), most, float(s[e:2 * e].sum()) / n, float(s[-2]), float(s[-1]))
+                for i, s, most, n in zip(layers, sums, busiest, visits)}
