@@ -104,7 +104,8 @@ def gathered(x: torch.Tensor, tp: Communicator, role: str, recompute: Recompute 
     """[B, S/tp, d] -> [B, S, d]. With ``recompute`` the result is not kept: backward gathers again."""
     if recompute is None or tp.size == 1:
         return all_gather(x, 1, tp, role)
-    return recompute(GATHER, lambda x: all_gather(x, 1, tp, role), x)
+    # Contiguous, or each product would keep a copy of its own.
+    return recompute(GATHER, lambda x: all_gather(x, 1, tp, role).contiguous(), x)
 
 
 def scattered(x: torch.Tensor, tp: Communicator, role: str) -> torch.Tensor:

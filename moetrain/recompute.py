@@ -90,18 +90,20 @@ class _Region:
         if isinstance(self.module, FSDPModule):
             # Backward may want an output before it reaches the module, whose weights are then still shards.
             self.module.unshard()
-        found: list[torch.Tensor] = []
+        # Nothing here may hold a tensor with its graph: the graph holds this function.
+        found = 0
 
         def capture(tensor: torch.Tensor) -> None:
-            handle = self.saved[len(found)]() if len(found) < len(self.saved) else None
-            found.append(tensor)
+            nonlocal found
+            handle = self.saved[found]() if found < len(self.saved) else None
+            found += 1
             if handle is not None:
                 handle.value = tensor.detach()
 
         with self.owner.again(), torch.enable_grad(), saved_tensors_hooks(capture, _never):
             outputs = _as_tuple(self.fn(*inputs))
-        if len(found) != len(self.saved):
-            raise RuntimeError(f"recompute: the work of rc:{self.role} saved {len(found)} tensors, the first time {len(self.saved)}")
+        if found != len(self.saved):
+            raise RuntimeError(f"recompute: the work of rc:{self.role} saved {found} tensors, the first time {len(self.saved)}")
         for view in self.views:
             view.fill(outputs)
         self.inputs, self.fn = (), None
