@@ -39,8 +39,9 @@ class Routing(NamedTuple):
 
 
 def count(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Routes to each expert, [E] int64."""
-    return torch.bincount(experts.flatten(), minlength=num_experts)
+    """Routes to each expert, [E] int64. Not torch.bincount, for which a GPU's host waits."""
+    flat = experts.flatten()
+    return torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
 
 
 def scores(logits: torch.Tensor, spec: ModelSpec) -> torch.Tensor:

@@ -42,10 +42,10 @@ class AllToAll:
         asked = gather_forward(routing.counts[None], 0, ep, "count_exchange", "forward")
         every = kept_routes(asked, self.capacity, routing.experts.numel())
         kept = routing.counts if every is asked else every[ep.rank]
-        source, positions = kept_rows(routing.experts, routing.counts, kept)
         arriving = every[:, ep.rank * local:(ep.rank + 1) * local]
-        send, receive = torch.stack([kept.view(ep.size, local).sum(1), arriving.sum(1)]).tolist()
-        order = expert_major(arriving)
+        send, receive = torch.stack([kept.view(ep.size, local).sum(1), arriving.sum(1)]).tolist()  # the host waits here, once
+        source, positions = kept_rows(routing.experts, routing.counts, kept, sum(send))
+        order = expert_major(arriving, sum(receive))
         return ExchangePlan(source, positions, kept, arriving.sum(0), send, receive, order, inverse(order))
 
     def dispatch(self, tokens: torch.Tensor, plan: ExchangePlan) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:

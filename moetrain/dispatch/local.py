@@ -24,15 +24,18 @@ class LocalPlan:
     received: torch.Tensor
 
 
-def kept_rows(experts: torch.Tensor, counts: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(source [R], positions [T, k]) of the rows that are kept, sorted by expert."""
+def kept_rows(experts: torch.Tensor, counts: torch.Tensor, kept: torch.Tensor, total: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(source [R], positions [T, k]) of the rows that are kept, sorted by expert. ``total`` = R where the caller knows it: then the host
+    need not wait for the device to say."""
     order = sort_routes(experts)
     k = experts.shape[1]
     if kept is counts:
         return order // k, inverse(order).view_as(experts)
-    chosen = order[rank_in_expert(experts, order, counts) < kept[experts.flatten()[order]]]
+    dropped = rank_in_expert(experts, order, counts) >= kept[experts.flatten()[order]]
+    total = int(kept.sum()) if total is None else total
+    chosen = order[dropped.argsort(stable=True)[:total]]
     positions = torch.full((experts.numel(),), -1, device=experts.device)
-    positions[chosen] = torch.arange(chosen.numel(), device=experts.device)
+    positions[chosen] = torch.arange(total, device=experts.device)
     return chosen // k, positions.view_as(experts)
 
 

@@ -52,12 +52,12 @@ def rank_in_expert(experts: torch.Tensor, order: torch.Tensor, counts: torch.Ten
     return torch.arange(order.numel(), device=order.device) - starts[experts.flatten()[order]]
 
 
-def expert_major(counts: torch.Tensor) -> torch.Tensor:
+def expert_major(counts: torch.Tensor, rows: int) -> torch.Tensor:
     """Rows that arrived source by source, each source's sorted by local expert (``counts`` [sources, local experts]): the order
-    that sorts them by local expert, then source. [sum(counts)]"""
+    that sorts them by local expert, then source. [rows = sum(counts), which the caller knows without asking the device]"""
     sources, local = counts.shape
     keys = torch.arange(local, device=counts.device).repeat(sources)
-    return keys.repeat_interleave(counts.flatten()).argsort(stable=True)
+    return keys.repeat_interleave(counts.flatten(), output_size=rows).argsort(stable=True)
 
 
 def inverse(order: torch.Tensor) -> torch.Tensor:
