@@ -54,12 +54,14 @@ def main() -> None:
 def _mount() -> None:
     """Sub-commands of other files; each needs no torch to print its help."""
     try:
+        from moetrain.bench.cli import add_commands as add_bench
         from moetrain.data.cli import data
         from moetrain.observe.cli import add_commands as add_manifest
     except ModuleNotFoundError as error:
         fail(f"{error.name} is not installed; the trainer needs `pip install 'moesim[train]'`")
     app.add_typer(data, name="data")
     add_manifest(app)
+    add_bench(app)
 
 
 def guarded(command: Callable[..., int | None]) -> Callable[..., None]:
