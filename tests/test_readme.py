@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import re
@@ -25,7 +26,9 @@ from moesim.stack import load_stack
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-SETUP = ("command-plan", "command-test")
+SETUP = ("command-plan", "command-test", "command-peer", "command-train")
+APART = ("quick", "gpu", "long")
+"""Blocks that the tests below run otherwise, or can't run: a quick start of few steps, lines for eight GPUs, hours of checking."""
 
 
 def fences(kind: str) -> list[tuple[str, str]]:
@@ -159,7 +162,7 @@ def test_fsdp2_calls_exist():
 
 def commands_together(slow: bool) -> list[list[str]]:
     """Lines of each block of commands, the two that set up left out."""
-    return [text.strip().splitlines() for marker, text in fences("bash") if marker not in SETUP and (marker == "full") == slow]
+    return [text.strip().splitlines() for marker, text in fences("bash") if marker not in (*SETUP, *APART) and (marker == "full") == slow]
 
 
 def commands(slow: bool) -> list[str]:
@@ -169,10 +172,10 @@ def commands(slow: bool) -> list[str]:
 def run_line(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """A command line as typed, with this interpreter and this checkout, in a folder of its own; shipped files keep their names."""
     words = shlex.split(line)
-    assert words[0] in ("moesim", "python"), line
+    assert words[0] in ("moesim", "moetrain", "python"), line
     target = words[words.index(">") + 1] if ">" in words else None
     words = words[: words.index(">")] if target else words
-    start = [sys.executable, *(["-m", "moesim"] if words[0] == "moesim" else [])]
+    start = [sys.executable, *(["-m", words[0]] if words[0] != "python" else [])]
     words = [str(ROOT / word) if word.startswith("calibration/") else word for word in words[1:]]
     done = subprocess.run([*start, *words], cwd=folder, capture_output=True, text=True, timeout=600, env={**os.environ, "PYTHONPATH": str(ROOT)})
     if target:
@@ -200,6 +203,23 @@ def test_shown_slow_commands_run_one_after_another(block, tmp_path):
         check(line, tmp_path)
 
 
+def test_the_quick_start_runs(tmp_path):
+    """Its lines one after another, with fewer steps."""
+    (text,) = [text for marker, text in fences("bash") if marker == "quick"]
+    for line in text.strip().splitlines():
+        line = line.replace("train.steps=20", "train.steps=3").replace("train.steps=40", "train.steps=5")
+        check(line, tmp_path)
+    assert "validation" in str(list(tmp_path.rglob("*"))) and (tmp_path / "runs" / "quickstart" / "metrics.jsonl").exists()
+
+
+def test_lines_for_other_machines_name_what_exists():
+    for marker, text in fences("bash"):
+        for word in re.findall(r"(?:benchmarks|tests)/[\w./]+", text) if marker in ("long", "gpu") else ():
+            assert (ROOT / word).exists(), word
+        for scenario in re.findall(r"moetrain train (\w+)", text) if marker == "gpu" else ():
+            assert (ROOT / "scenarios" / f"{scenario}.yaml").exists(), scenario
+
+
 @pytest.mark.parametrize("block, command", [
     ("output:begin", ["moesim", "plan", "olmo_core3_new", "--quiet"]), ("seeds:begin", ["calibration.seeds"]),
 ])
@@ -213,12 +233,12 @@ def test_shown_output_is_what_the_command_prints(block, command):
     assert len(lines) > 10 and not [line for line in lines if line not in printed]
 
 
-def test_every_command_is_shown():
-    from moesim.cli import app
-
+@pytest.mark.parametrize("program", ["moesim", "moetrain"])
+def test_every_command_is_shown(program):
+    app = importlib.import_module(f"{program}.cli").app
     names = {(command.name or command.callback.__name__) for command in app.registered_commands}
     text = " ".join(text for _, text in fences("bash"))
-    assert not {n for n in names if f"moesim {n}" not in text}
+    assert names and not {n for n in names if f"{program} {n}" not in text}
 
 
 def test_options_that_are_named_exist():
