@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import signal
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+PARENT_DEATH = 1
+"""PR_SET_PDEATHSIG of prctl(2)."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,8 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
 
 def take_seat(device: str = "auto", timeout_s: float = 1800.0) -> Seat:
     """Joins the process group that torchrun describes, or makes one of a single process."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        follow_launcher()
     world, rank, local = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
     chosen = choose_device(device, local)
     if chosen.type == "cuda":
@@ -44,6 +52,13 @@ def take_seat(device: str = "auto", timeout_s: float = 1800.0) -> Seat:
         here = {} if "MASTER_ADDR" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **here)
     return Seat(rank, world, chosen, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))
+
+
+def follow_launcher() -> None:
+    """SIGTERM to this process when the one that started it dies: a launcher that is killed leaves no rank that trains on alone, holding
+    the run's folder. Linux only."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(PARENT_DEATH, signal.SIGTERM)
 
 
 def leave() -> None:

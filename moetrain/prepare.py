@@ -6,6 +6,7 @@ What one rank alone may find wrong (its data, its folder) is told to all, so tha
 from __future__ import annotations
 
 import fcntl
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TypeVar
@@ -34,6 +35,8 @@ from moetrain.train import Run
 
 T = TypeVar("T")
 LOCK = ".lock"
+LOCK_S = 10.0
+"""What ranks of a launcher that died have to keep their state and go."""
 
 
 def check(scenario: Scenario, layout_text: str | None, world: int) -> None:
@@ -111,19 +114,27 @@ def checkpoint_folder(scenario: Scenario) -> Path:
 
 def take_folder(scenario: Scenario) -> IO[str]:
     """The run's folder, made where it isn't there, for this process alone until what is returned is closed. ValueError where
-    another run writes in it; OSError where it can't be made or written."""
+    another run writes in it, and goes on doing so for LOCK_S; OSError where it can't be made or written."""
     folder = run_folder(scenario)
     for there in (checkpoint_folder(scenario), folder):
         there.mkdir(parents=True, exist_ok=True)
-    lock = (folder / LOCK).open("w")
+    lock, deadline = (folder / LOCK).open("w"), time.monotonic() + LOCK_S
+    while not _locked(lock):
+        if time.monotonic() > deadline:
+            lock.close()
+            raise ValueError(f"{folder}: another process trains in this folder; end it, or choose another with --set train.log.folder=...")
+        time.sleep(0.1)
+    return lock
+
+
+def _locked(file: IO[str]) -> bool:
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        lock.close()
-        raise ValueError(f"{folder}: another process trains in this folder; end it, or choose another with --set train.log.folder=...") from None
+        return False
     except OSError:
         pass  # a file system without locks
-    return lock
+    return True
 
 
 # --- what a run is made of ------------------------------------------------------------------------------------------------------
