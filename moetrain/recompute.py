@@ -33,7 +33,7 @@ FULL, GATHER = "full", "tp_gather"
 class Handle:
     """What autograd keeps instead of a tensor: which work makes it, and, from then on, the tensor."""
 
-    __slots__ = ("region", "value", "__weakref__")
+    __slots__ = ("__weakref__", "region", "value")
 
     def __init__(self, region: _Region):
         self.region, self.value = region, None

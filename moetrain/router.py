@@ -85,7 +85,7 @@ class Router(nn.Module):
         spec = self.spec
         logits = _WideLinear.apply(x, local(self.weight))
         if self.bias is not None:
-            logits = logits + local(self.bias).float()
+            logits = logits + wide(local(self.bias))
         if self.mode == "learned":
             weights, experts, counts = self.backend.route(
                 logits, spec.top_k, self.balance_bias if self.use_bias else None, score=spec.router, num_groups=spec.num_expert_groups,

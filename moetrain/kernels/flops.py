@@ -25,6 +25,11 @@ def _aten_grouped_mm(a, b, *_, out_shape=None, **__) -> int:
     return 2 * a[0] * a[1] * b[-1]
 
 
+def _addmm_in_place(total, a, b, *_, out_shape=None, **__) -> int:
+    """total += a [M,K] b [K,N]: torch counts the other form alone."""
+    return 2 * a[0] * a[1] * b[1]
+
+
 def _attention(query, key, value, *_, out_shape=None, **__) -> int:
     return sdpa_flop_count(query, key, value)
 
@@ -38,6 +43,7 @@ def formulas() -> dict:
     aten, own = torch.ops.aten, torch.ops.moetrain
     found = {
         aten._grouped_mm: _aten_grouped_mm,
+        aten.addmm_: _addmm_in_place,
         aten._scaled_dot_product_flash_attention_for_cpu: _attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     }
