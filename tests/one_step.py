@@ -105,7 +105,7 @@ def take_step(job: build.Job, microbatches: Sequence[Microbatch]) -> Seen:
     loss = step.reduce_loss(job, step.forward_backward(job, microbatches))
     entries, job.mesh.log.recording = list(job.mesh.log.entries), False
     loads = job.statistics.collect(job.mesh["data"])
-    norm = grad_norm([sharding.named_parameters(job.parts)], job.mesh["world"].pg, stage_copies(job.layout.world // job.layout.pp))
+    norm = grad_norm([sharding.once(job.parts)], job.mesh["world"].pg, stage_copies(job.layout.world // job.layout.pp))
     grads = {name: whole(p.grad) for name, p in sharding.named_parameters(job.parts)}
     for layer in moe_layers(job):
         if layer.options.bias_rate:

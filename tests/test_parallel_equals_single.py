@@ -6,19 +6,30 @@ on it: the reference refuses one near a tie. bfloat16 to a stated bound, with ro
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 import pytest
-from one_step import DOCUMENTS, Seen, check, difference, parallel, reference, skewed_record, worst_gradient
+import reference_model as definition
+import torch
+from one_step import DOCUMENTS, TEXT, Seen, check, difference, parallel, reference, settings, skewed_record, worst_gradient
 
 from moesim.layout import RECOMPUTE_ROLES, parse_layout
+from moesim.load import parse_scenario
+from moetrain import mesh as meshes
+from moetrain.kernels import backend
+from moetrain.moe import MoE, MoEOptions
+from moetrain.place import place
+from moetrain.recompute import Recompute
+from moetrain.statistics import RoutingStatistics
 from moetrain.testing import run_ranks
 
 TOLERANCE = 1e-5
 ALL_ROLES = "rc:" + "+".join(RECOMPUTE_ROLES)
 CHUNKS = ("train.moe.chunks=2",)
+MICRO, SEQUENCE = ("train.moe.aux_scope=micro",), ("train.moe.aux_scope=sequence",)
 
 
 class Case(NamedTuple):
@@ -51,9 +62,47 @@ def wanted(case: Case) -> Seen:
 
 def verify(case: Case) -> list[Seen]:
     found = on_ranks(case)
-    for seen in found:
+    for seen in found if parse_layout(case.layout).pp == 1 else [merged(found)]:
         check(seen, wanted(case), TOLERANCE)
     return found
+
+
+def merged(found: list[Seen]) -> Seen:
+    """What the stages of a pipeline saw together."""
+    grads, loads = ({name: value for seen in found for name, value in getattr(seen, what).items()} for what in ("grads", "loads"))
+    return replace(found[-1], grads=grads, loads=loads)
+
+
+# --- the layer that all of it is about ------------------------------------------------------------------------------------------
+
+LAYERS = [("reference", torch.float64, 1e-12), ("reference", torch.float32, 1e-5), ("grouped_mm", torch.float32, 1e-5), ("grouped_mm", torch.bfloat16, 3e-2)]
+"""Backend, precision, and its bound on outputs and gradients relative to the largest value."""
+
+
+@pytest.mark.parametrize("model", ["groups", "gate"])
+@pytest.mark.parametrize("name, dtype, bound", LAYERS)
+def test_route_permute_compute_and_combine_are_the_double_loop(model, name, dtype, bound):
+    """Token by token, expert by expert, in float64, on the very same values."""
+    spec = parse_scenario(TEXT, settings(model, ())).model
+    options = MoEOptions(backend(name, "cpu", dtype))
+    layer = MoE(spec, 1, meshes.single(), options, (0.3, 0.3), 1e-6, Recompute(), RoutingStatistics(spec.num_experts)).to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(3)
+    for tensor in [*layer.parameters(), layer.router.balance_bias]:
+        tensor.data.normal_(0, 0.3, generator=generator)
+    layer = layer.to(dtype)
+    x = torch.randn(2, 12, spec.hidden_size, generator=generator).to(dtype).requires_grad_()
+    upstream = torch.randn(x.shape, generator=generator)
+    routed, shared = layer(x, place(None, torch.arange(2), 12, 1, 0))
+    ((routed + shared) * upstream.to(dtype)).sum().backward()
+
+    own = {"moe." + n: t.detach().double().requires_grad_() for n, t in [*layer.named_parameters(), *layer.named_buffers()]}
+    y = x.detach().double().flatten(0, 1).requires_grad_()
+    routing = definition.route(own, y, spec)
+    wanted = definition._routed(own, y, routing, spec) + definition._shared(own, y, spec)
+    (wanted * upstream.double().flatten(0, 1)).sum().backward()
+    pairs = [((routed + shared).flatten(0, 1), wanted), (x.grad.flatten(0, 1), y.grad)] + [(p.grad, own["moe." + n].grad) for n, p in layer.named_parameters()]
+    for found, right in pairs:
+        assert float((found.double() - right).abs().max() / right.abs().max()) < bound
 
 
 # --- one mix for each pair of axes ----------------------------------------------------------------------------------------------
@@ -67,6 +116,7 @@ MIXES = [
     Case("dp4 rep2 ep2 zero3 mb1 syncfree ov:shared " + ALL_ROLES, "groups", CHUNKS),
     Case("dp2 cp2 tp2 ep4 zero0 mb2 syncfree ov:shared " + ALL_ROLES, "window", CHUNKS),
     Case("dp2 cp2 tp2 rep2 ep8 zero2 mb2", "branch"),
+    Case("pp2 dp2 ep2 zero1 mb1 vpp2 zbv " + ALL_ROLES, "interval"),
 ]  # fmt: skip
 AXES = {
     "ep": lambda layout, sets: layout.ep > 1, "tp": lambda layout, sets: layout.tp > 1, "cp": lambda layout, sets: layout.cp > 1,
@@ -106,6 +156,8 @@ MORE = [
     *(Case(layout, model, DOCUMENTS) for model in ("post", "mla", "window") for layout in ("dp2 ep2 mb2", "cp2 ep2 mb8", "cp2 tp2 ep2 mb4 " + ALL_ROLES)),
     Case("dp4 cp2 ep8 zero3 noreshard mb2 rc:full", "post", CHUNKS), Case("dp4 tp2 ep2 rep4 zero3 mb1", "tied"), Case("dp2 tp4 ep8 mb4", "mla", CHUNKS),
     Case("dp8 ep4 rep2 zero2 mb1 syncfree", "groups"), Case("cp4 tp2 ep8 mb2 ov:shared", "mla", CHUNKS), Case("dp2 ep2 mb4", "pre", ("train.moe.chunks=5",)),
+    Case("pp2 dp2 ep2 zero1 mb1 vpp2 zbv rc:full", "interval", CHUNKS), Case("pp2 tp2 dp2 ep4 mb2 1f1b " + ALL_ROLES, "mla"),
+    Case("pp2 cp2 ep2 mb2 vpp2 dualpipev rc:full", "interval", MICRO), Case("pp2 dp2 ep2 zero3 noreshard mb1 gpipe rc:full", "tied"),
 ]  # fmt: skip
 
 
@@ -117,7 +169,6 @@ def test_each_axis_alone_and_more_mixes_take_the_step_of_one_process(case):
 
 # --- what depends on which tokens stand together --------------------------------------------------------------------------------
 
-MICRO, SEQUENCE = ("train.moe.aux_scope=micro",), ("train.moe.aux_scope=sequence",)
 SCOPES = [Case("dp2 ep2 mb2", "pre", MICRO, 1), Case("dp2 ep2 mb2", "pre", SEQUENCE, 1), Case("cp2 tp2 ep4 mb4", "pre", MICRO, 1)]
 MORE_SCOPES = [
     Case("dp4 mb2", "pre", MICRO, 1), Case("dp2 cp2 ep2 mb4", "pre", SEQUENCE, 1), Case("tp2 mb2", "pre", SEQUENCE, 1), Case("dp4 ep4 zero3 mb1 rc:full", "groups", MICRO, 1),
