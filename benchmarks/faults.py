@@ -201,7 +201,7 @@ def strike(job: Job, plan: Kill, rng: random.Random) -> Blow:
     else:
         job.wait_steps(rng.randint(1, EVERY))
         job.wait("a checkpoint in the writing", job.saving, pause=0.0005)
-        time.sleep(rng.choice((0.0, rng.uniform(0, 0.05), rng.uniform(0, 0.2))))
+        time.sleep(rng.choice((0.0, rng.uniform(0, 0.1), rng.uniform(0, 0.5))))
     ranks, saving, moment = job.pids(), job.saving(), time.time()
     for pid in {"rank": [rng.choice(ranks)], "job": [job.process.pid, *ranks], "launcher": [job.process.pid]}[plan.what]:
         kill(pid)
@@ -253,7 +253,7 @@ def disturbed(folder: Path, ranks: int, plans: list[Kill], asynchronous: bool, s
 
 def told(run: Path, blows: list[Blow]) -> None:
     """What the log says of each blow: where the next process that came to a log went on, which steps were lost, after how long."""
-    lines = list(read_lines(run / FILE))
+    lines, counted = list(read_lines(run / FILE)), -1
     for blow in blows:
         past = [line for line in lines if line["time"] <= blow.time]
         later = [line for line in lines if line["time"] > blow.time]
@@ -261,7 +261,9 @@ def told(run: Path, blows: list[Blow]) -> None:
         if again is None:
             continue
         blow.resumed_from = again["from_step"]
-        own = [line["step"] for line in lines if line["kind"] == "step" and line["restart"] == (past[-1]["restart"] if past else -1)]
+        process, before = past[-1]["restart"] if past else -1, counted
+        counted = process  # one that is killed before it comes to a log has no steps to lose
+        own = [line["step"] for line in lines if line["kind"] == "step" and line["restart"] == process != before]
         blow.lost_steps = max(0, max(own, default=blow.resumed_from) - blow.resumed_from)
         first = next((line for line in later if line["kind"] == "step" and line["restart"] >= again["restart"]), None)
         blow.recovery_s = round(first["time"] - blow.time, 2) if first else None
@@ -373,6 +375,7 @@ def main() -> int:
         print(f"a stopped rank: report after {stopped['report_s']} s, training again after {stopped['training_again_s']} s: {stopped['verdict']}")
     print("; ".join(stopped["problems"]) or "  as the undisturbed run, bit for bit")
     report = summary(results, stopped, options)
+    Path(options.json).resolve().parent.mkdir(parents=True, exist_ok=True)
     write_atomically(options.json, json.dumps(report, indent=1) + "\n")
     print(json.dumps(report["totals"]))
     return 1 if report["totals"]["problems"] else 0

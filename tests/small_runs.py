@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from typer.testing import CliRunner
 
@@ -120,6 +124,18 @@ def shards(folder: Path, num: int = 40, seed: int = 0, vocab: int = VOCAB) -> Pa
     rng = np.random.default_rng(seed)
     write_shards(folder, [rng.integers(0, vocab, rng.integers(5, 60)) for _ in range(num)], vocab_size=vocab, shard_tokens=500)
     return folder
+
+
+@contextmanager
+def mounted(folder: Path, options: str) -> Iterator[Path]:
+    """A file system in memory of its own at ``folder``; skips the test where there is none to be had."""
+    folder.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 def command(*arguments: str) -> tuple[int, str]:

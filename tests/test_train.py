@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from small_runs import events, extra_of, kept, losses, run, runs, scenario_file, shards, steps, texts
+from small_runs import events, extra_of, kept, losses, mounted, run, runs, scenario_file, shards, steps, texts
 
 from moesim.layout import parse_layout
 from moetrain import checkpoint, step, train
@@ -114,12 +114,14 @@ def test_a_run_goes_on_under_any_layout(tmp_path, name):
     assert verified(folder)
 
 
-def test_validation_is_the_same_under_any_layout(tmp_path):
+@pytest.mark.parametrize("layouts", [[("dp2 ep2 mb4", 2), ("pp2 mb2", 2)],
+                                     pytest.param([("dp4 zero3 mb2", 4), ("cp2 mb1", 2), ("tp2 mb2", 2)], marks=pytest.mark.full)])
+def test_validation_is_the_same_under_any_layout(tmp_path, layouts):
     """Ten sequences, which no number of ranks here divides; their mean is over tokens, not over ranks or batches."""
     sets = ["train.data.kind=shards", f"train.data.sources=[{{path: {shards(tmp_path / 'data')}}}]", "train.steps=1", "train.optimizer.lr=1e-9",
             f"train.data.validation={{path: {shards(tmp_path / 'held', seed=1)}, every: 1, sequences: 10}}", "train.data.mask_documents=true"]
     found = {}
-    for layout, world in (("mb2", 1), ("dp2 ep2 mb4", 2), ("dp4 zero3 mb2", 4), ("pp2 mb2", 2), ("cp2 mb1", 2), ("tp2 mb2", 2)):
+    for layout, world in [("mb2", 1), *layouts]:
         folder = tmp_path / layout
         assert runs(layout, world, folder, sets) == [0] * world
         (event,) = events(folder, "validation")
@@ -271,6 +273,16 @@ def test_a_checkpoint_that_cannot_be_written_is_a_warning(tmp_path, asynchronous
     assert "checkpoint of step 6" in texts(tmp_path, "warning") and "File too large" in texts(tmp_path, "warning")
     assert sorted(kept(tmp_path)) == [3, 9, 10] and len(losses(tmp_path)) == 10
     assert not list((tmp_path / "checkpoints").glob(".*")) and verified(tmp_path)
+
+
+def test_a_disk_that_is_really_full(tmp_path):
+    """Room for one checkpoint and a half, apart from the log: the run goes on to its end, and the first checkpoint stays."""
+    assert runs("mb2", 1, tmp_path / "roomy", ["train.steps=3"]) == [0]
+    size = sum(-(-p.stat().st_size // 4096) * 4096 for p in (tmp_path / "roomy" / "checkpoints").rglob("*"))
+    with mounted(tmp_path / "disk", f"size={size * 3 // 2}") as disk:
+        assert runs("mb2", 1, tmp_path / "run", [f"train.checkpoint.folder={disk}", "train.log.preflight=true"]) == [train.NOT_KEPT]
+        assert [(e["step"], e["ok"]) for e in checkpoint.inspect(disk, verify=True)] == [(3, True)]
+    assert texts(tmp_path / "run", "warning").count("No space left on device") == 1 and len(losses(tmp_path / "run")) == 6
 
 
 def test_a_last_checkpoint_that_cannot_be_written_is_no_good_end(tmp_path):

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from small_runs import command, kept, runs, scenario_file, shards
+from small_runs import command, kept, mounted, runs, scenario_file, shards
 from test_train import contents, environment
 
-from moetrain import cli
+from moetrain import cli, prepare
 from moetrain.testing import run_ranks
 
 BAD = {
@@ -110,6 +110,13 @@ def test_no_scenario_of_that_name():
     assert code == cli.BAD_INPUT and "quickstart" in said and said.count("\n") == 1
 
 
+def test_a_folder_that_is_read_only(tmp_path):
+    with mounted(tmp_path / "disk", "ro") as disk:
+        for nproc in ([], ["--nproc", "2"]):
+            said = refused(tmp_path, [*nproc, "--set", f"train.log.folder={disk}/run"], "Read-only file system")
+            assert str(disk) in said
+
+
 # --- what does not fit the run in the folder ------------------------------------------------------------------------------------
 
 
@@ -163,7 +170,8 @@ def test_an_altered_manifest_or_log_is_one_line(trained, tmp_path):
         assert code == cli.BAD_INPUT and said.count("\n") == 1 and words in said, said
 
 
-def test_two_runs_in_one_folder_are_not_let_in(trained, tmp_path):
+def test_two_runs_in_one_folder_are_not_let_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "LOCK_S", 0.3)
     (tmp_path / "run").mkdir()
     with (tmp_path / "run" / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
