@@ -1,8 +1,8 @@
 """Are the collectives that a step issued the ones that the planner listed for its layout? (Both lists in one form, and the rules
 that a difference must have.)
 
-The planner counts one bf16 step in the steady state with routes spread evenly; compare with `train.dtype: bfloat16`. A line of either
-list is a Line: role, kind, bytes by moesim.ops' convention, size and stride of the group. Groups of one rank move nothing and are in
+The planner counts one bf16 step in the steady state with routes spread evenly; compare with `train.dtype: bfloat16`, and with sizes that
+the ranks divide (FSDP2 pads what they don't, and sends the padding). A line of either list is a Line: role, kind, bytes by moesim.ops' convention, size and stride of the group. Groups of one rank move nothing and are in
 neither. What the trainer does otherwise than the plan, on purpose, is a rule: a function from what is planned to what is expected,
 whose docstring says why. RULES holds them all, and a test holds the two lists equal over layouts, line by line.
 """
@@ -116,16 +116,21 @@ def comparable(where: Where, lines: Counter[Line]) -> Counter[Line]:
     with all its bytes. After its last backward, without ``ov:grad``, the plan reduces in one piece what the trainer reduces a layer at a
     time while backward runs, as FSDP2 does; and without ``ov:param`` it gathers so. A model that ties its embedding has embedding and
     head in one unit where one rank holds both."""
-    l = where.layout
-    resharded = l.zero == 3 and l.reshard
-    tied = where.scenario.model.tie_embeddings and l.pp == 1
-    loose = {"grad_reduce": tied or not (l.zero == 2 or resharded or l.overlaps("grad")), "param_gather": tied or not (resharded or l.overlaps("param"))}
+    loose = cut_otherwise(where)
     sums: Counter[Line] = Counter()
     for line, times in lines.items():
-        if loose.get(line.role):
+        if line.role in loose:
             sums[line._replace(bytes=0)] += times * line.bytes
-    rest = Counter({line: times for line, times in lines.items() if not loose.get(line.role)})
+    rest = Counter({line: times for line, times in lines.items() if line.role not in loose})
     return rest + Counter({line._replace(bytes=total): 1 for line, total in sums.items()})
+
+
+def cut_otherwise(where: Where) -> set[str]:
+    """Roles of which the two lists have the same bytes in other pieces."""
+    l = where.layout
+    tied, resharded = where.scenario.model.tie_embeddings and l.pp == 1, l.zero == 3 and l.reshard
+    alike = {"grad_reduce": l.zero == 2 or resharded or l.overlaps("grad"), "param_gather": l.zero == 0 or resharded or l.overlaps("param")}
+    return {role for role, same in alike.items() if tied or not same}
 
 
 # --- rules ------------------------------------------------------------------------------------------------------------------------

@@ -44,21 +44,25 @@ def single(device: torch.device | str = "cpu", layout: Layout | None = None) -> 
     return Mesh(layout or Layout(), torch.device(device), log, comms={a: Communicator(a, log=log) for a in axes})
 
 
+def shapes(layout: Layout) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """Axes of each of the three meshes -> their sizes."""
+    dense_ranks = layout.dp * layout.cp
+    replicas, copies = (dense_ranks, layout.edp) if layout.zero == 0 else (layout.rep, 1)
+    return {
+        TOKEN_AXES: (layout.pp, layout.dp, layout.cp, layout.tp),
+        DENSE_AXES: (layout.pp, replicas, dense_ranks // replicas, layout.tp),
+        EXPERT_AXES: (layout.pp, copies, layout.edp // copies, layout.ep, layout.etp),
+    }
+
+
 def build(layout: Layout, device: torch.device | str = "cpu") -> Mesh:
     """The meshes of ``layout`` over the default process group. ValueError when its size is not the layout's world."""
     device = torch.device(device)
     world = dist.get_world_size()
     if world != layout.world:
         raise ValueError(f"layout '{layout}' needs {layout.world} ranks, this run has {world}: start it with that many, or change dp")
-    dense_ranks = layout.dp * layout.cp
-    replicas, copies = (dense_ranks, layout.edp) if layout.zero == 0 else (layout.rep, 1)
-    shapes = {
-        TOKEN_AXES: (layout.pp, layout.dp, layout.cp, layout.tp),
-        DENSE_AXES: (layout.pp, replicas, dense_ranks // replicas, layout.tp),
-        EXPERT_AXES: (layout.pp, copies, layout.edp // copies, layout.ep, layout.etp),
-    }
     log, rank = CollectiveLog(), dist.get_rank()
-    meshes = {axes: DeviceMesh(device.type, torch.arange(world).view(shape), mesh_dim_names=axes) for axes, shape in shapes.items()}
+    meshes = {axes: DeviceMesh(device.type, torch.arange(world).view(shape), mesh_dim_names=axes) for axes, shape in shapes(layout).items()}
     comms = {}
     for axes, mesh in meshes.items():
         for axis in axes:

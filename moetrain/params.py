@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 BLOCK_ELEMENTS = 1 << 20
 """Values drawn from one generator: small enough that a shard draws little in vain, large enough that seeding is cheap."""
@@ -145,15 +146,19 @@ def _cuts(placement) -> bool:
 
 
 def _held(parameter: DTensor, dim: int, size: int) -> torch.Tensor:
-    """Logical indices along ``dim``: what is left after each mesh dimension takes its chunk. FSDP on top of a shard of the same
-    dimension cuts what the inner one left, so the inner mesh dimension (the last) goes first then."""
-    mesh, placements = parameter.device_mesh, parameter.placements
+    mesh = parameter.device_mesh
+    return held(parameter.placements, mesh.shape, [mesh.get_local_rank(i) for i in range(mesh.ndim)], dim, size)
+
+
+def held(placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int], dim: int, size: int) -> torch.Tensor:
+    """Logical indices along tensor dimension ``dim`` of ``size`` that the rank at ``coordinate`` of a mesh of ``sizes`` holds: what is left
+    after each mesh dimension takes its chunk. FSDP on top of a shard of the same dimension cuts what the inner one left, so the inner
+    mesh dimension (the last) goes first then."""
     order = [i for i, p in enumerate(placements) if _cuts(p) and p.dim == dim]
     inner_first = any(getattr(placements[i], "split_factor", 1) > 1 for i in order)
-    held = torch.arange(size)
+    left = torch.arange(size)
     for i in reversed(order) if inner_first else order:
-        parts = torch.chunk(held, mesh.size(i))
-        rank = mesh.get_local_rank(i)
-        held = parts[rank] if rank < len(parts) else held[:0]
-    return held
+        parts = torch.chunk(left, sizes[i])
+        left = parts[coordinate[i]] if coordinate[i] < len(parts) else left[:0]
+    return left
 
