@@ -121,7 +121,7 @@ def list_ops(scenario, layout_text: str | None = None, *, top: int = 5) -> Itera
     counts = _launches(evaluator, programs[0]) if len(programs) == 1 else None
     priced = sorted(evaluator.parts.prices.items(), key=lambda item: -item[1][0])
     for op, (seconds, _, _, sms, term, provenance) in priced:
-        yield {**op_dict(op), "kind": kind_of(op), "predicted_s": seconds, "term": term, "provenance": provenance, "sms": sms,
+        yield {**op_dict(op), "class": kind_of(op), "predicted_s": seconds, "term": term, "provenance": provenance, "sms": sms,
                **({} if counts is None else {"count": counts[op]})}
 
 

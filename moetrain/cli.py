@@ -145,6 +145,27 @@ def _launch(nproc: int, max_restarts: int) -> int:
     os.execvpe(command[0], command, environment)
 
 
+@app.command("dryrun")
+@guarded
+def dryrun_command(
+    config: Config,
+    layout: LayoutText = None,
+    sets: Sets = None,
+    rank: Annotated[int, typer.Option("--rank", min=0, help="Rank whose holdings are listed.")] = 0,
+) -> int:
+    """What a rank of any world would hold and send, without memory or peers; and that every layer and expert is held exactly once.
+
+    Example:
+
+      moetrain dryrun olmo_core3_new --layout "pp2 dp256 ep8 zero1 mb2" --rank 511
+    """
+    from moesim.load import load_scenario
+    from moetrain.dryrun import dryrun
+
+    typer.echo(dryrun(load_scenario(config, sets or ()), layout, rank))
+    return 0
+
+
 @app.command("checkpoints")
 @guarded
 def checkpoints_command(
