@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from one_step import parallel
+from one_step import Seen, check, parallel
+from one_step import reference as step_of_one
 from torch.autograd import Function
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -259,6 +260,22 @@ def test_a_layer_that_runs_again_sends_again_in_backward_and_gathers_no_weight_m
                                              ("balance_counts", "backward"): sent})
     roles = roles_issued("dp2 ep2 zero3 mb2 rc:" + "+".join(RECOMPUTE_ROLES), 2)[0]
     assert roles == plain
+
+
+def fused_parallel(rank: int, world: int, cases) -> list:
+    """As ``parallel``, where combine keeps the experts' output for its weights' gradient, as the GPU's kernel does."""
+    plain = reference.unpermute
+    reference.unpermute = lambda rows, positions, weights: Fused.apply(lambda r, w: plain(r, positions, w), rows, weights)
+    return parallel(rank, world, cases)
+
+
+@pytest.mark.parametrize("model, layout", [("pre", "dp2 zero3 mb2 rc:experts"), ("post", "dp2 zero3 mb2 rc:norm")])
+def test_an_output_wanted_before_its_module_s_weights_are_back_gathers_them(model, layout):
+    """Combine's backward comes before that of the experts, the first layer's before that of the embedding's norm."""
+    plain = roles_issued("dp2 zero3 mb2", 2)[0]
+    for (left,) in run_ranks(fused_parallel, 2, [(layout, model, ())]):
+        check(Seen(*left), step_of_one(model, (), layout), 1e-5)
+        assert Counter((e.role, e.phase) for e in left[-1]) == plain
 
 
 def test_tokens_gathered_over_tp_are_gathered_again_in_backward():
