@@ -26,7 +26,7 @@ from moetrain.observe.metrics import read_lines, read_steps
 RUNS = {
     "none": ["train.moe.aux_loss=0"],
     "auxiliary loss": ["train.moe.aux_loss=0.05"],
-    "loss-free bias": ["train.moe.aux_loss=0", "train.moe.bias_rate=0.01"],
+    "loss-free bias": ["train.moe.aux_loss=0", "train.moe.bias_rate=0.004"],
     "both": ["train.moe.aux_loss=0.01", "train.moe.bias_rate=0.01"],
 }
 
