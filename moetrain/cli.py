@@ -1,7 +1,7 @@
 """Which commands does a person type to train? (train | data | bench | checkpoints | export | manifest: inputs and outputs only.)
 
-Exit codes: 0 done; 1 failed on the way, or the last checkpoint could not be written; 2 bad input, one line on stderr and nothing written; 70 a rank hung
-and was ended; 130/143 interrupted, state saved.
+Exit codes: 0 done; 1 failed on the way, or the last checkpoint could not be written; 2 bad input, one line on stderr and nothing written;
+70 a rank hung and was ended; 130/143 interrupted, state saved (those of a rank: torchrun, and so --nproc, turns any but 0 into 1).
 Every option of a run stands in its scenario's `train:` block, none in the environment.
 """
 
