@@ -118,7 +118,7 @@ def backward(block: Block, recompute: frozenset[str] = frozenset(), ratio: float
     carried: dict[str, tuple[str, ...]] = {}
     adjoints = {n.key: n.op.adjoint() if n.gradient else ((), ()) for n in block}
     ratio *= sum(n.launches for n in block) / max(1e-300, sum(n.launches for n in block if any(adjoints[n.key])))
-    gathers = {n.key: n for n in block if n.role == "tp_gather" and n.key + ".R" not in again}
+    gathers = {n.key: n for n in block if n.role == "tp_gather"}
     for node in reversed(block.nodes):
         ready = tuple(d for c in consumers.get(node.key, ()) for d in carried[c])
         needs = ready + ((node.key + ".R",) if node.key + ".R" in again else ())

@@ -179,8 +179,25 @@ def head_gathers_once(where: Where, lines: Counter[Line]) -> Counter[Line]:
     l = where.layout
     if l.tp == 1 or not where.has_head:
         return lines
-    whole = Line("tp_gather", "all_gather", 2 * where.tokens * l.tp * where.scenario.model.hidden_size, l.tp, 1)
-    return lines - Counter({whole: where.num_microbatches})
+    return lines - Counter({_head_gather(where): where.num_microbatches})
+
+
+def _head_gather(where: Where) -> Line:
+    tp = where.layout.tp
+    return Line("tp_gather", "all_gather", 2 * where.tokens * tp * where.scenario.model.hidden_size, tp, 1)
+
+
+def full_recompute_keeps_gathers(where: Where, lines: Counter[Line]) -> Counter[Line]:
+    """A layer that runs again keeps the tokens that it gathers until its backward is done with them: two gathers where the plan has three, as
+    in frameworks whose products keep the cut tokens and gather by themselves. (After `head_gathers_once`.)"""
+    if where.layout.recompute != ("full",):
+        return lines
+    out, at_head = Counter(lines), where.num_microbatches if where.has_head else 0
+    for line, times in lines.items():
+        if line.role == "tp_gather" and line.kind == "all_gather":
+            once = at_head if line.bytes == _head_gather(where).bytes else 0
+            out[line] = once + (times - once) * 2 // 3
+    return out
 
 
 def balance_counts(where: Where, lines: Counter[Line]) -> Counter[Line]:
@@ -202,7 +219,7 @@ def _of_stage(where: Where, role: str, size: int, times: int) -> Counter[Line]:
 
 
 RULES: tuple[Callable[[Where, Counter[Line]], Counter[Line]], ...] = (
-    padded_buffers, chunked_layers, chunked_loss, head_gathers_once, balance_counts, reports)
+    padded_buffers, chunked_layers, chunked_loss, head_gathers_once, full_recompute_keeps_gathers, balance_counts, reports)
 
 
 def differences(where: Where, entries: Iterable[Entry]) -> list[str]:

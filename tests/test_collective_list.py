@@ -75,6 +75,7 @@ MORE = [
     (4, f"pp2 dp2 ep2 vpp2 dualpipev mb2 {BOTH}", ()),
     (8, f"pp2 dp2 tp2 ep4 vpp2 interleaved_zb mb2 {BOTH} rc:core_attn", ()),
     (8, "dp8 ep4 zero3 mb1 rc:full", ()),
+    (4, f"dp2 tp2 mb4 {BOTH} rc:full", MLA),
 ]
 
 KINDS = {"allreduce_": "all_reduce", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "alltoall_base_": "all_to_all", "send": "send_recv"}
