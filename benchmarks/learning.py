@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from moetrain.data.statistics import read_statistics
+from moetrain.observe.manifest import part, read
 from moetrain.observe.metrics import read_lines, read_steps
 
 RUNS = {
@@ -47,7 +48,7 @@ def run(name: str, steps: int, folder: Path, data: str) -> dict:
         "settings": RUNS[name], "step": [r.step for r in records], "loss": [r.loss for r in records], "validation": validation,
         "max_over_mean_expert": ratios, "worst_layer": [r.balance.worst_expert for r in records], "final_validation": validation[-1][1],
         "final_max_over_mean": float(np.mean(ratios[-tail:])), "final_worst_layer": float(np.mean([r.balance.worst_expert for r in records[-tail:]])),
-        "tokens": sum(r.tokens for r in records),
+        "tokens": sum(r.tokens for r in records), "code": part(read(target), "code"),
     }
 
 
