@@ -37,7 +37,8 @@ def attach(x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True)
 class Balance:
     """Weights of the two losses, and over what the routes of the balance loss are counted: ``scope`` micro (the tokens of one rank's
-    microbatch) | sequence | global (the microbatch of every data rank together)."""
+    microbatch) | sequence (of each, the tokens this rank has: under cp or tp a part of it) | global (the microbatch of every data rank
+    together). The first two depend on the layout, as they do wherever they are defined."""
 
     aux_loss: float = 0.0
     scope: str = "global"
