@@ -305,12 +305,12 @@ def test_a_budget_takes_the_most_useful_ops_and_ends_in_time(tmp_path, monkeypat
 
 
 def test_what_the_planner_writes_is_read(tmp_path):
-    """Its lines say "memory_bound" or "collective" as kind; the op's own stands in the term."""
+    """Its lines say more than the op: class, price, provenance."""
     path = tmp_path / "ops.jsonl"
     path.write_text("\n".join(map(json.dumps, [
-        {**op_fields(MemoryBound("norm", 100.0)), "kind": "memory_bound", "term": "memory.norm", "predicted_s": 1e-5, "provenance": "datasheet"},
-        {**op_fields(Collective("all_reduce", 8.0, Group(2, 4))), "kind": "collective", "term": "all_reduce.nvlink"},
-        {**op_fields(Gemm(1, 2, 3)), "kind": "gemm"}, op_fields(Gemm(1, 2, 3)),
+        {**op_fields(MemoryBound("norm", 100.0)), "class": "memory_bound", "term": "memory.norm", "predicted_s": 1e-5, "provenance": "datasheet"},
+        {**op_fields(Collective("all_reduce", 8.0, Group(2, 4))), "class": "collective", "term": "all_reduce.nvlink"},
+        {**op_fields(Gemm(1, 2, 3)), "class": "gemm"}, op_fields(Gemm(1, 2, 3)),
     ])))  # fmt: skip
     found = requests.read_requests(path)
     assert [r.op for r in found] == [MemoryBound("norm", 100.0), Collective("all_reduce", 8.0, Group(2, 4)), Gemm(1, 2, 3)]
@@ -325,14 +325,14 @@ def test_ops_of_a_shipped_scenario_are_read_whole():
     read = [requests._request(line, "") for line in written]
     assert len({r.op for r in read}) == len(written) and {r.kind for r in read} == set(requests.KIND_NAMES.values())
     for line, request in zip(written, read):
-        assert request.kind == line["kind"] and requests.words(request.op)
+        assert request.kind == line["class"] and requests.words(request.op)
 
 
 @pytest.mark.parametrize(("line", "message"), [
     ("{", "not JSON"), ("[1]", "not a JSON object"), ('{"op": "Gem"}', "did you mean Gemm"), ('{"op": "Gemm", "m": 1, "n": 2}', "lacks 'k'"),
     ('{"op": "Gemm", "m": 1.5, "n": 2, "k": 3}', "whole number"), ('{"op": "Gemm", "m": -1, "n": 2, "k": 3}', "from 0 up"),
     ('{"op": "Gemm", "m": 1, "n": 2, "k": 3, "predicted_s": "1"}', "predicted_s"), ('{"op": "Gemm", "m": 1, "n": 2, "k": 3, "provenance": "guess"}', "provenance"),
-    ('{"op": "Collective", "kind": "collective", "bytes": 1, "group": [2, 1]}', "names none"), ('{"op": "Collective", "kind": "all_reduce", "bytes": 1, "group": 2}', "size, stride"),
+    ('{"op": "Collective", "kind": "collective", "bytes": 1, "group": [2, 1]}', "legal are all_gather"), ('{"op": "Collective", "kind": "all_reduce", "bytes": 1, "group": 2}', "size, stride"),
     ('{"op": "Gemm", "m": 1, "n": 2, "k": NaN}', "from 0 up"), ('{"schema": "moesim.measurement/1"}', "a measurement, not an op"),
 ])  # fmt: skip
 def test_a_bad_line_of_ops_is_named(tmp_path, line, message):

@@ -62,20 +62,10 @@ def _request(line: dict[str, Any], where: str) -> Request:
         raise ValueError(f"provenance {provenance!r}: legal are {', '.join(UNSURE)}{nearest(str(provenance), UNSURE)}")
     if "schema" in line:
         raise ValueError("a measurement, not an op: give the file that `moesim ops` wrote")
-    op = op_of(_own_kind(line))
+    op = op_of(line)
+    if isinstance(op, Collective) and op.kind not in COLLECTIVE_ADJOINT:
+        raise ValueError(f"collective kind {op.kind!r}: legal are {', '.join(COLLECTIVE_ADJOINT)}{nearest(op.kind, COLLECTIVE_ADJOINT)}")
     return Request(op, None if predicted is None else float(predicted), provenance, where)
-
-
-def _own_kind(line: dict[str, Any]) -> dict[str, Any]:
-    """The line with the op's own ``kind``: where the file's says "memory_bound" or "collective", its ``term`` names the op's
-    ("memory.norm", "all_reduce.nvlink")."""
-    if line.get("op") not in ("MemoryBound", "Collective") or line.get("kind") not in ("memory_bound", "collective"):
-        return line
-    parts = str(line.get("term", "")).split(".")
-    kind = parts[1] if parts[0] == "memory" and len(parts) > 1 else parts[0]
-    if not kind or (line["op"] == "Collective" and kind not in COLLECTIVE_ADJOINT):
-        raise ValueError(f"{line['op']} without a kind of its own, and term {line.get('term')!r} names none")
-    return {**line, "kind": kind}
 
 
 def ordered(requests: Iterable[Request]) -> list[Request]:
