@@ -52,6 +52,8 @@ class DataSpec(_Nested):
     def _check(self) -> DataSpec:
         if self.kind == "shards" and not self.sources:
             raise ValueError("data of kind 'shards' needs sources, such as [{path: data/train}]; `moetrain data --help` shows how to make one")
+        if self.kind == "synthetic" and (self.sources or self.validation.path):
+            raise ValueError("data of kind 'synthetic' reads no folder: leave out sources and validation.path, or say kind: shards")
         return self
 
 

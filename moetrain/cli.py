@@ -81,8 +81,9 @@ def guarded(command: Callable[..., int | None]) -> Callable[..., None]:
 
 
 def fail(message: str) -> NoReturn:
-    """One line on stderr (from the first rank only), exit code 2."""
-    if os.environ.get("RANK", "0") == "0":
+    """One line on stderr (of several ranks, from the first only), exit code 2."""
+    rank, world = (os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    if rank == "0" or world == "1" or not rank.isdecimal():
         line = " ".join("".join(c if c.isprintable() else " " for c in message).split())
         typer.echo(f"moetrain: {line}", err=True)
     raise typer.Exit(BAD_INPUT) from None
@@ -117,7 +118,7 @@ def train_command(
     if nproc is not None:
         from moetrain.prepare import check
 
-        check(scenario, layout, nproc)  # what can't run is said once, before N processes start
+        check(scenario, layout, nproc, init_from)  # what can't run is said once, before N processes start
         return _launch(nproc, max_restarts)
     from moetrain import distributed
     from moetrain.session import run_training
@@ -172,11 +173,12 @@ def checkpoints_command(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A folder of checkpoints, or one of them.", show_default=False)],
     verify: Annotated[bool, typer.Option("--verify", help="Hash every file again.")] = False,
 ) -> int:
-    """List checkpoints: step, size, layout, whether each is whole."""
+    """List checkpoints: step, size, layout, whether each is whole. Exit code 1 where --verify finds one that isn't."""
     from moetrain.checkpoint import describe
 
-    typer.echo(describe(folder, verify))
-    return 0
+    lines = describe(folder, verify)
+    typer.echo(lines)
+    return 1 if verify and "  unusable: " in lines else 0
 
 
 @app.command("export")

@@ -7,6 +7,7 @@ histogram, replayed in proportion).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,9 +31,28 @@ class Record:
             tensors = load_file(str(path))
         except (OSError, SafetensorError) as error:
             raise ValueError(f"train.moe.replay: {path}: no routing record: {' '.join(str(error).split())[:100]}") from None
-        experts = {int(n.split(".")[1]): t.long() for n, t in tensors.items() if n.count(".") == 1 and n.startswith("layer.")}
-        counts = {int(n.split(".")[1]): t.double() for n, t in tensors.items() if n.endswith(".counts")}
-        return Record(experts, counts)
+        found: dict[bool, dict[int, torch.Tensor]] = {False: {}, True: {}}
+        for name, tensor in tensors.items():
+            match = NAME.fullmatch(name)
+            problem = _problem(tensor, bool(match[2])) if match else "no name of a record: legal are layer.N and layer.N.counts"
+            if problem:
+                raise ValueError(f"train.moe.replay: {path}: {name[:60]!r}: {problem}")
+            found[bool(match[2])][int(match[1])] = tensor.double() if match[2] else tensor.long()
+        return Record(found[False], found[True])
+
+
+NAME = re.compile(r"layer\.(\d+)(\.counts)?")
+
+
+def _problem(tensor: torch.Tensor, counts: bool) -> str | None:
+    """What is wrong with one tensor of a record, or None."""
+    if counts:
+        good = tensor.ndim == 1 and tensor.numel() > 0 and bool(tensor.double().isfinite().all()) and bool((tensor >= 0).all()) and float(tensor.double().sum()) > 0
+        return None if good else "counts must be one finite number from 0 up for each expert, not all 0"
+    if tensor.ndim != 2 or not tensor.numel() or tensor.dtype.is_floating_point or int(tensor.min()) < 0:
+        return f"{tensor.dtype} {tuple(tensor.shape)}; it must be whole expert numbers from 0 up, [tokens, k]"
+    ordered = tensor.long().sort(-1).values
+    return "a token names the same expert twice" if bool((ordered[:, 1:] == ordered[:, :-1]).any()) else None
 
 
 MIX = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))

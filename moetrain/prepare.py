@@ -21,6 +21,7 @@ from moetrain.checkpoint import Checkpointer, folders
 from moetrain.checkpoint.errors import Ranks
 from moetrain.checkpoint.load import compare
 from moetrain.data.loader import open_loader
+from moetrain.export.config import read_config
 from moetrain.data.stream import AnyLoader
 from moetrain.distributed import Seat, choose_device, make_deterministic
 from moetrain.observe.log import RunLog
@@ -39,13 +40,15 @@ LOCK_S = 10.0
 """What ranks of a launcher that died have to keep their state and go."""
 
 
-def check(scenario: Scenario, layout_text: str | None, world: int) -> None:
+def check(scenario: Scenario, layout_text: str | None, world: int, init_from: str | None = None) -> None:
     """ValueError in one line for what can't run on ``world`` ranks of this machine, as far as one process can tell without the model:
     said once, before any of them starts."""
     device = choose_device(scenario.train.device)
     layout = layout_of(scenario, layout_text, world)
     moe_options(scenario, layout, device, compute_dtype(scenario, device))
     check_replay(scenario)
+    if init_from:
+        read_config(init_from)
     guard_of(scenario)
     windows(scenario, Seat(0, world, torch.device("cpu")))
     with loader_of(scenario, layout) as loader:
@@ -102,8 +105,13 @@ def agreed(ranks: Ranks, fn: Callable[[], T]) -> T:
 
 
 def run_folder(scenario: Scenario) -> Path:
-    """Where the run's files go."""
-    return Path(scenario.train.log.folder.replace("{name}", scenario.name))
+    """Where the run's files go. ValueError for a name or folder that would lie elsewhere than it says."""
+    folder, name = scenario.train.log.folder, scenario.name
+    if "{name}" in folder and (not name.isprintable() or "/" in name or name.startswith(".")):
+        raise ValueError(f"name {name[:60]!r}: it becomes part of the run's folder ({folder}); leave out slashes, leading dots and control characters")
+    if not folder.isprintable() or Path(folder.replace("{name}", name)).resolve() == Path("/"):
+        raise ValueError(f"train.log.folder {folder[:60]!r}: no folder for a run")
+    return Path(folder.replace("{name}", name))
 
 
 def checkpoint_folder(scenario: Scenario) -> Path:
@@ -116,7 +124,8 @@ def take_folder(scenario: Scenario) -> IO[str]:
     """The run's folder, made where it isn't there, for this process alone until what is returned is closed. ValueError where
     another run writes in it, and goes on doing so for LOCK_S; OSError where it can't be made or written."""
     folder = run_folder(scenario)
-    for there in (checkpoint_folder(scenario), folder):
+    record = [Path(scenario.train.moe.record)] if scenario.train.moe.record else []
+    for there in (*record, checkpoint_folder(scenario), folder):
         there.mkdir(parents=True, exist_ok=True)
     lock, deadline = (folder / LOCK).open("w"), time.monotonic() + LOCK_S
     while not _locked(lock):

@@ -54,6 +54,8 @@ def before(run: Run) -> None:
         watch_spans(run)
     with run.paused("preflight"):
         environment = _preflight(run)
+    if run.layout.dispatcher == "sync_free" and run.scenario.workload.routing.capacity_factor is not None:
+        run.log.note("capacity: syncfree limits what each rank sends to each other one, whatever workload.routing.capacity_scope says")
     if run.manifest is None:
         return
     scenario = run.scenario

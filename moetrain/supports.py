@@ -40,6 +40,12 @@ def _model(layout: Layout, m: ModelSpec) -> Refusals:
         yield "biases of dense FFNs are not built"
 
 
+def _rotary(layout: Layout, m: ModelSpec) -> Refusals:
+    name = "qk_rope_head_dim" if m.attention == "mla" else "head_dim"
+    if getattr(m, name) % 2:
+        yield f"rotary embedding turns pairs of values: model.{name} {getattr(m, name)} must be even"
+
+
 def _tensor(layout: Layout, m: ModelSpec) -> Refusals:
     if layout.tp == 1:
         return
@@ -80,4 +86,4 @@ def _precision(layout: Layout, m: ModelSpec) -> Refusals:
         yield "steps are not captured as CUDA graphs; leave out graph:"
 
 
-CHECKS: tuple[Callable[[Layout, ModelSpec], Refusals], ...] = (_model, _tensor, _experts, _pipeline, _precision)
+CHECKS: tuple[Callable[[Layout, ModelSpec], Refusals], ...] = (_model, _rotary, _tensor, _experts, _pipeline, _precision)

@@ -134,7 +134,7 @@ def trained(tmp_path_factory):
     (["model.num_experts=4"], "model.num_experts is 4 in this run and was 8 in"), (["train.network.rope_theta=10000"], "network.rope_theta is 10000.0 in this run and was"),
     (["train.data.sources=[{path: OTHER}]"], "data.sources[0] is"), (["train.seed=5"], "data.seed is 5 in this run and was 3"),
     (["train.optimizer.kind=muon"], "optim."),
-    (["train.data.kind=synthetic"], "data.kind is 'synthetic' in this run and was 'shards'"),
+    (["train.data={kind: synthetic}"], "data.kind is 'synthetic' in this run and was 'shards'"),
 ])
 @pytest.mark.parametrize("nproc", [[], ["--nproc", "2"]])
 def test_another_model_or_data_is_refused_and_nothing_touched(trained, sets, words, nproc):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moesim.measurement import nearest, op_of, read_lines
-from moesim.ops import COLLECTIVE_ADJOINT, Attention, Collective, Dispatch, Gemm, GroupedGemm, MemoryBound, Op
+from moesim.ops import BYTES_PER_ELEMENT, COLLECTIVE_ADJOINT, Attention, Collective, Dispatch, Gemm, GroupedGemm, MemoryBound, Op
 
 KIND_NAMES = {Gemm: "gemm", GroupedGemm: "grouped_gemm", Attention: "attention", MemoryBound: "memory_bound", Collective: "collective",
               Dispatch: "dispatch"}
@@ -56,15 +56,20 @@ def read_requests(path: str | Path) -> list[Request]:
 
 def _request(line: dict[str, Any], where: str) -> Request:
     predicted, provenance = line.get("predicted_s"), line.get("provenance")
-    if predicted is not None and (isinstance(predicted, bool) or not isinstance(predicted, (int, float)) or not 0 <= predicted < float("inf")):
+    if predicted is not None and (isinstance(predicted, bool) or not isinstance(predicted, (int, float)) or not 0 <= predicted < 1e12):
         raise ValueError(f"predicted_s is {predicted!r}; it must be seconds from 0 up")
-    if provenance is not None and provenance not in UNSURE:
+    if provenance is not None and not (isinstance(provenance, str) and provenance in UNSURE):
         raise ValueError(f"provenance {provenance!r}: legal are {', '.join(UNSURE)}{nearest(str(provenance), UNSURE)}")
     if "schema" in line:
         raise ValueError("a measurement, not an op: give the file that `moesim ops` wrote")
     op = op_of(line)
     if isinstance(op, Collective) and op.kind not in COLLECTIVE_ADJOINT:
         raise ValueError(f"collective kind {op.kind!r}: legal are {', '.join(COLLECTIVE_ADJOINT)}{nearest(op.kind, COLLECTIVE_ADJOINT)}")
+    if getattr(op, "dtype", "bf16") not in BYTES_PER_ELEMENT:
+        raise ValueError(f"dtype {op.dtype!r}: legal are {', '.join(BYTES_PER_ELEMENT)}{nearest(op.dtype, BYTES_PER_ELEMENT)}")
+    empty = [name for name in ("m", "n", "k", "groups", "rows", "batch", "tokens") if name in op.__slots__ and getattr(op, name) <= 0]
+    if empty:
+        raise ValueError(f"{type(op).__name__}.{empty[0]} is 0: nothing to time")
     return Request(op, None if predicted is None else float(predicted), provenance, where)
 
 

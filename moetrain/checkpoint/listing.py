@@ -40,6 +40,8 @@ def _look(path: Path, verify: bool) -> dict[str, Any]:
 def describe(path: str | os.PathLike[str], verify: bool = False) -> str:
     """The same as lines to print: one a checkpoint, and each tensor's type, shape and digest where ``path`` is a single one."""
     found = inspect(path, verify)
+    if not any(entry["ok"] for entry in found):
+        raise CheckpointError("; ".join(f"{entry['name']}: {entry['problem']}" for entry in found))
     lines = [_line(entry) for entry in found]
     if len(found) == 1 and found[0]["ok"]:
         width = max(map(len, found[0]["tensors"]), default=0)

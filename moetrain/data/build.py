@@ -61,6 +61,8 @@ class BuildOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.validation < 1:
             raise ValueError(f"the validation share is {self.validation}; it must be at least 0 and below 1")
+        if isinstance(self.tokenizer, int) and self.tokenizer > 1_000_000:
+            raise ValueError(f"a trained tokenizer of {self.tokenizer} ids; at most 1000000")
         if self.shard_tokens < 1 or self.workers < 1:
             raise ValueError(f"shard tokens ({self.shard_tokens}) and workers ({self.workers}) must be at least 1")
 
@@ -98,10 +100,15 @@ def build_from(source: Input, options: BuildOptions, progress: Progress = no_pro
         _check_plan(folder, _plan(source, options))
         for name in (*SPLITS, PARTS):
             (folder / name).mkdir(exist_ok=True)
-        tokenizer = _tokenizer(folder, source, options, progress)
-        parts = Parts(folder, tokenizer.vocab_size)
-        _fill(parts, source, tokenizer, options, progress)
-        return _finish(folder, parts, source, tokenizer, options)
+        try:
+            tokenizer = _tokenizer(folder, source, options, progress)
+            parts = Parts(folder, tokenizer.vocab_size)
+            _fill(parts, source, tokenizer, options, progress)
+            return _finish(folder, parts, source, tokenizer, options)
+        except ValueError:
+            if (folder / PARTS).is_dir() and not any((folder / PARTS).iterdir()):
+                (folder / PLAN).unlink(missing_ok=True)  # nothing to go on with: the mended input begins anew
+            raise
 
 
 # ---- the plan -----------------------------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ from __future__ import annotations
 import difflib
 import hashlib
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, StringConstraints, ValidationError
 
 INDEX = "index.json"
 SMALL_VOCABULARY = 1 << 16
@@ -37,7 +37,7 @@ class SourceFile(_Record):
 class ShardEntry(_Record):
     """One pair of files, NAME.bin and NAME.idx."""
 
-    name: str
+    name: Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$", max_length=100)]
     tokens: PositiveInt
     documents: PositiveInt
     bin_sha256: str

@@ -72,4 +72,13 @@ def backend(name: str = "auto", device: torch.device | str = "cpu", dtype: torch
         raise ValueError(f"kernel backend {chosen!r}: legal are auto, {', '.join(BACKENDS)}" + (f"; did you mean {near[0]}?" if near else ""))
     if dtype == torch.float64 and chosen == "triton":
         raise ValueError("kernel backend triton: no float64 there; legal are reference, grouped_mm")
+    if chosen == "triton" and torch.device(device).type != "cuda" and not _interpreted():
+        raise ValueError(f"kernel backend triton: needs a CUDA device, this run is on {device}; legal here are grouped_mm, reference")
     return BACKENDS[chosen]()
+
+
+def _interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, as tests have it do."""
+    from . import runtime
+
+    return runtime.INTERPRET

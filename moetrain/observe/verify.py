@@ -189,7 +189,9 @@ def _checkpoints(run: Path, records, contents: bool) -> Iterator[Finding]:
     for step, body in sorted(latest.items()):
         folder = run / body["folder"]
         if not folder.is_dir():
-            gone = "note" if step in removed or step != max(latest) else "missing"
+            # The trainer itself sets aside what a run that went back behind it has left.
+            aside = any(folder.parent.glob(f"{folder.name}.superseded-*"))
+            gone = "note" if step in removed or step != max(latest) or aside else "missing"
             yield Finding(gone, str(folder), f"the checkpoint of step {step} is not there" + (" (pruned)" if gone == "note" else ""))
             continue
         before = list(_file(folder / body["file"], body["file_sha256"], set(), "the run wrote"))
