@@ -56,7 +56,7 @@ def write_launch(directory: str | os.PathLike[str], scenario: Scenario, winner: 
     write_atomically(path / PREDICTED, _predicted(scenario, winner))
     write_atomically(path / SCRIPT, _script(scenario))
     (path / SCRIPT).chmod(0o755)
-    write_atomically(path / SLURM, _slurm(scenario))
+    write_atomically(path / SLURM, _slurm(scenario, path))
     return path / CONFIG, path / SCRIPT
 
 
@@ -112,11 +112,11 @@ def _script(scenario: Scenario) -> str:
         where = "--standalone"
         need = ""
     else:
-        where = ('--nnodes={n} --node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" --master-port="${{MASTER_PORT:-29500}}"'
-                 .format(n=cluster.num_nodes))
-        need = """# Run on every node. Slurm sets SLURM_NODEID; elsewhere set NODE_RANK (0 on the node at MASTER_ADDR).
-NODE_RANK="${NODE_RANK:-${SLURM_NODEID:?set NODE_RANK}}"
-: "${MASTER_ADDR:?set MASTER_ADDR to the host name of node 0}"
+        # The dynamic rendezvous: with the static one the agents of two nodes restart out of step after a rank has died.
+        where = ('--nnodes={n} --rdzv-backend=c10d --rdzv-id={name} --rdzv-endpoint="$MASTER_ADDR:${{MASTER_PORT:-29500}}"'
+                 .format(n=cluster.num_nodes, name=_word(scenario.name)))
+        need = """# Run on every node.
+: "${MASTER_ADDR:?set MASTER_ADDR to the host name of one of the nodes}"
 """
     return f"""#!/usr/bin/env bash
 {MARK} (scenario {scenario.hash})
@@ -129,7 +129,7 @@ exec torchrun {where} --nproc-per-node={cluster.gpus_per_node} --max-restarts={R
 """
 
 
-def _slurm(scenario: Scenario) -> str:
+def _slurm(scenario: Scenario, path: Path) -> str:
     cluster = scenario.cluster
     return f"""#!/usr/bin/env bash
 {MARK} (scenario {scenario.hash}); sbatch {SLURM}
@@ -138,6 +138,7 @@ def _slurm(scenario: Scenario) -> str:
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node={cluster.gpus_per_node}
 #SBATCH --exclusive
+#SBATCH --chdir={path.resolve()}
 #SBATCH --signal=TERM@120
 # TERM two minutes before the limit: the run saves its state, and the job submitted again resumes it.
 set -euo pipefail

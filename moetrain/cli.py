@@ -194,7 +194,7 @@ def export_command(
 
     Example:
 
-      moetrain export runs/quickstart/checkpoints --form olmo3moe -o exported
+      moetrain export runs/olmo/checkpoints --form olmo3moe -o exported
     """
     from moetrain.convert import export_checkpoint
 

@@ -124,7 +124,7 @@ def _loop(run: Run) -> None:
         if validation.path and number % validation.every == 0:
             also.append("validation")
         one_step(run, also)
-        if "validation" in also:
+        if "validation" in also and not run.stop:
             validate(run)
         if "checkpoint" in also and not run.stop:
             save(run)
@@ -290,7 +290,8 @@ def note_published(run: Run) -> None:
 def validate(run: Run) -> float:
     """Mean cross entropy of the validation set, logged."""
     begin = time.perf_counter()
-    loss = step.validation_loss(run.job, run.loader, run.scenario.train.data.validation.sequences)
+    with run.paused("validation"):
+        loss = step.validation_loss(run.job, run.loader, run.scenario.train.data.validation.sequences)
     run.losses["validation"] = loss
     run.log.event("validation", step=run.done, loss=loss, seconds=time.perf_counter() - begin)
     return loss

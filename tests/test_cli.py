@@ -219,10 +219,10 @@ def test_launch_holds_the_winner(scenario, search, tmp_path):
 
 @pytest.mark.parametrize("nodes, environment, expected", [
     (1, {}, "--standalone --nproc-per-node=8 --max-restarts=3 -m moetrain train train.yaml --steps 3"),
-    (4, {"NODE_RANK": "2", "MASTER_ADDR": "n0"},
-     "--nnodes=4 --node-rank=2 --master-addr=n0 --master-port=29500 --nproc-per-node=8 --max-restarts=3 -m moetrain train train.yaml --steps 3"),
+    (4, {"MASTER_ADDR": "n0"},
+     "--nnodes=4 --rdzv-backend=c10d --rdzv-id=tiny --rdzv-endpoint=n0:29500 --nproc-per-node=8 --max-restarts=3 -m moetrain train train.yaml --steps 3"),
     (4, {"SLURM_NODEID": "3", "MASTER_ADDR": "n0", "MASTER_PORT": "1"},
-     "--nnodes=4 --node-rank=3 --master-addr=n0 --master-port=1 --nproc-per-node=8 --max-restarts=3 -m moetrain train train.yaml --steps 3"),
+     "--nnodes=4 --rdzv-backend=c10d --rdzv-id=tiny --rdzv-endpoint=n0:1 --nproc-per-node=8 --max-restarts=3 -m moetrain train train.yaml --steps 3"),
 ])
 def test_script_runs_torchrun(scenario, tmp_path, nodes, environment, expected):
     spec = load_scenario(scenario, (f"cluster.num_nodes={nodes}",))
@@ -246,7 +246,7 @@ def test_any_cluster_comes_back_from_its_text(name):
 def test_script_says_what_it_lacks(scenario, tmp_path):
     launch.write_launch(tmp_path / "job", load_scenario(scenario), plan_from_json().candidates[0])
     done = subprocess.run([tmp_path / "job" / "launch.sh"], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
-    assert done.returncode != 0 and "set NODE_RANK" in done.stderr
+    assert done.returncode != 0 and "set MASTER_ADDR" in done.stderr
 
 
 def test_launch_never_mixes_with_other_files(scenario, search, tmp_path):
