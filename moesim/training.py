@@ -100,7 +100,7 @@ class RoutingRunSpec(_Nested):
     """How tokens are routed in this run, and what balances them. Capacity follows `workload.routing` where it is not given here."""
 
     routing: Literal["learned", "balanced", "random", "replay"] = "learned"
-    replay: Text | None = None  # a recorded run's routing file
+    replay: Text | None = None  # what `record` left in its folder, or a routing file
     aux_loss: Weight = 0.01
     aux_scope: Literal["micro", "sequence", "global"] = "global"
     z_loss: Weight = 0.001

@@ -2,7 +2,7 @@
 
 All modes depend on the token's number in the run alone, so any layout routes alike. A record is a safetensors file with
 `layer.<i>` [tokens, k] expert numbers (replayed token by token, from the start again when it ends) or `layer.<i>.counts` [E] (a
-histogram, replayed in proportion).
+histogram, replayed in proportion); a recorder's own files are read too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ class Record:
 
     @staticmethod
     def read(path: str | Path) -> Record:
-        """A record from its file. ValueError in one line where it isn't one."""
+        """A record from its file, or from what `train.moe.record` left: one .npz, or the folder of them, whose rows are replayed in
+        proportion. ValueError in one line where it isn't one."""
+        if Path(path).is_dir() or Path(path).suffix == ".npz":
+            return _of_recorder(Path(path))
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
@@ -39,6 +42,14 @@ class Record:
                 raise ValueError(f"train.moe.replay: {path}: {name[:60]!r}: {problem}")
             found[bool(match[2])][int(match[1])] = tensor.double() if match[2] else tensor.long()
         return Record(found[False], found[True])
+
+
+def _of_recorder(path: Path) -> Record:
+    from moetrain.observe.routing_log import read_rows
+
+    files = sorted(path.glob("rows-*.npz")) if path.is_dir() else [path]
+    rows = read_rows(files)
+    return Record({}, {int(layer): torch.from_numpy(counts).double() for layer, counts in zip(rows.layers, rows.requested.sum(0))})
 
 
 NAME = re.compile(r"layer\.(\d+)(\.counts)?")

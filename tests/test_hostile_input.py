@@ -13,6 +13,7 @@ from moesim.load import SpecError, load_model, load_scenario
 from moetrain.bench.requests import read_requests
 from moetrain.forced import Record
 from moetrain.kernels import backend
+from moetrain.observe.routing_log import RoutingRecorder
 from moetrain.prepare import run_folder
 from moetrain.supports import supports
 
@@ -45,6 +46,20 @@ def test_a_record_is_whole_or_refused(tmp_path, name, tensor, says):
     with pytest.raises(ValueError) as error:
         Record.read(tmp_path / "r.safetensors")
     assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_a_run_recorded_can_be_replayed(tmp_path):
+    """As it lies there: the folder, or one file of it."""
+    recorder = RoutingRecorder(tmp_path, 0, [1, 2], 4, 2)
+    counts = torch.tensor([3, 0, 4, 1])
+    for step in (1, 2):
+        for layer in (1, 2):
+            recorder.add(layer, counts * layer, counts * layer)
+        recorder.end_step(step)
+    recorder.flush()
+    for path in (tmp_path, next(tmp_path.glob("rows-*.npz"))):
+        record = Record.read(path)
+        assert record.counts[1].tolist() == [6, 0, 8, 2] and record.counts[2].tolist() == [12, 0, 16, 4] and not record.experts
 
 
 @pytest.mark.parametrize("name", ["../../out", ".hidden", "a/b", "bell\a"])
