@@ -379,7 +379,7 @@ def test_ctrl_c_ends_the_process_with_130(scenario, tmp_path):
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout.readline() == "started\n"
         child.send_signal(signal.SIGINT)
-        _, errors = child.communicate(timeout=120)
+        _, errors = child.communicate(timeout=30)
     assert (child.returncode, errors) == (130, "interrupted\n") and not (tmp_path / "p.json").exists()
 
 

@@ -38,7 +38,7 @@ def test_without_a_gpu_the_backend_refuses_in_one_line():
 import torch
 from moetrain.kernels import backend
 try:
-    backend("triton").grouped_gemm(torch.ones(2, 8), torch.ones(1, 4, 8), torch.tensor([2], dtype=torch.int32))
+    backend("triton", "cuda").grouped_gemm(torch.ones(2, 8), torch.ones(1, 4, 8), torch.tensor([2], dtype=torch.int32))
 except ValueError as refusal:
     print(refusal)
 """
