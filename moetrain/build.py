@@ -129,7 +129,7 @@ def make_job(scenario: Scenario, layout: Layout, device: torch.device | str = "c
         materialise(part, device, seed)
     if scenario.train.compile and not empty:
         compile_pieces(parts)
-    ends = sharding.ends_communicator(mesh, scenario.model, len(parts))
+    ends = sharding.ends_communicator(mesh, scenario.model)
     stages, number = local_stages(layout, mesh["pp"].rank), num_microbatches(layout, scenario.workload)
     pipes = pipeline.build(parts, stages, mesh, scenario.model.hidden_size, scenario.workload.seq_len, dtype, number)
     return Job(scenario, layout, mesh, dtype, parts, stages, statistics, number, ends, recompute, pipes)

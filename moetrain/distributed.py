@@ -18,12 +18,11 @@ PARENT_DEATH = 1
 
 @dataclass(frozen=True)
 class Seat:
-    """This process's rank among ``world``, its device, and how often torchrun has restarted the job."""
+    """This process's rank among ``world``, and its device."""
 
     rank: int
     world: int
     device: torch.device
-    restarts: int = 0
 
     @property
     def device_name(self) -> str:
@@ -51,7 +50,7 @@ def take_seat(device: str = "auto", timeout_s: float = 1800.0) -> Seat:
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
         here = {} if "MASTER_ADDR" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **here)
-    return Seat(rank, world, chosen, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))
+    return Seat(rank, world, chosen)
 
 
 def follow_launcher() -> None:

@@ -77,7 +77,7 @@ def mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
-def choose(mode: str, ids: torch.Tensor, layer: int, step: int, num_experts: int, k: int, record: Record | None) -> torch.Tensor:
+def choose(mode: str, ids: torch.Tensor, layer: int, num_experts: int, k: int, record: Record | None) -> torch.Tensor:
     """Expert numbers [T, k], distinct in each row, of the tokens ``ids`` [T]."""
     if mode == "balanced":
         return (ids[:, None] * k + torch.arange(k, device=ids.device) + layer) % num_experts

@@ -71,7 +71,7 @@ class GatedMLP(nn.Module):
 
     def __init__(self, width: int, inner: int, role: str, std: float, out_std: float, recompute: Recompute):
         super().__init__()
-        self.role, self.rc = role, recompute
+        self.rc = recompute
         self.gate = Linear(width, inner, f"{role}_up", "column", std=std)
         self.up = Linear(width, inner, f"{role}_up", "column", std=std)
         self.down = Linear(inner, width, f"{role}_down", "row", std=out_std)

@@ -47,7 +47,7 @@ class Layer(nn.Module):
         self.norm_branch = RMSNorm(d, eps=eps) if spec.moe_branch_norm and kind == "moe" else None
         self.attention = attention.build(spec, mesh, index, options.rope_theta, stds, eps, recompute)
         self.mlp = GatedMLP(d, spec.intermediate_size, "mlp", *stds, recompute) if kind == "dense" else None
-        self.moe = MoE(spec, index, mesh, moe, stds, eps, recompute, statistics) if kind == "moe" else None
+        self.moe = MoE(spec, index, mesh, moe, stds, recompute, statistics) if kind == "moe" else None
 
     def forward(self, x: torch.Tensor, where: Place) -> torch.Tensor:
         """[B, S/(cp*tp), d] -> the same."""

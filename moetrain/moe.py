@@ -44,7 +44,7 @@ class MoEOptions:
 class MoE(nn.Module):
     """One layer's router, experts and shared branch."""
 
-    def __init__(self, spec: ModelSpec, layer: int, mesh: Mesh, options: MoEOptions, stds: tuple[float, float], eps: float,
+    def __init__(self, spec: ModelSpec, layer: int, mesh: Mesh, options: MoEOptions, stds: tuple[float, float],
                  recompute: Recompute, statistics: RoutingStatistics):
         super().__init__()
         self.layer, self.mesh, self.options, self.rc, self.statistics = layer, mesh, options, recompute, statistics
@@ -61,7 +61,7 @@ class MoE(nn.Module):
         tokens = x.flatten(0, 1)
         tp = self.mesh["tp"]
         ids = where.token_ids(tp.rank, tp.size)
-        routing = self.rc("router", lambda x: self.router(x, where, ids), tokens)
+        routing = self.rc("router", lambda x: self.router(x, ids), tokens)
         parts = [slice(rows[0], rows[-1] + 1) for rows in torch.arange(tokens.shape[0]).chunk(self.options.chunks)]
         plans = [self.dispatcher.plan(routing if len(parts) == 1 else routing.part(part)) for part in parts]
         self.statistics.record(self.layer, routing, plans, replay=self.rc.replaying)

@@ -34,7 +34,6 @@ class Place:
     samples: torch.Tensor
     seq_len: int
     plain: bool
-    step: int = 0
     _masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
     _ropes: dict[tuple[int, float], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -72,11 +71,11 @@ class Place:
         return self._ropes[key]
 
 
-def place(documents: torch.Tensor | None, samples: torch.Tensor, seq_len: int, cp: int, rank: int, step: int = 0) -> Place:
+def place(documents: torch.Tensor | None, samples: torch.Tensor, seq_len: int, cp: int, rank: int) -> Place:
     """The place of a microbatch whose rows have ``documents`` [B, seq_len] (None: not masked)."""
     device = samples.device
     positions = local_positions(seq_len, cp, rank).to(device)
     keys = torch.cat([local_positions(seq_len, cp, r) for r in range(cp)]).to(device)
     cut = documents[:, positions] if documents is not None else None
     return Place(positions, keys, cut, documents[:, keys] if documents is not None else None, samples, seq_len,
-                 plain=cp == 1 and documents is None, step=step)
+                 plain=cp == 1 and documents is None)

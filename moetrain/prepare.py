@@ -209,7 +209,7 @@ def check_replay(scenario: Scenario) -> None:
     record = forced.Record.read(replay)
     for layer, kind in enumerate(model.layer_kinds()):
         if kind == "moe":
-            forced.choose("replay", torch.zeros(1, dtype=torch.long), layer, 0, model.num_experts, model.top_k, record)
+            forced.choose("replay", torch.zeros(1, dtype=torch.long), layer, model.num_experts, model.top_k, record)
 
 
 def windows(scenario: Scenario, seat: Seat) -> tuple[ProfileWindow | None, SpanRecorder]:

@@ -20,7 +20,6 @@ from moetrain.kernels import Backend
 from moetrain.kernels.reference import TINY, wide
 from moetrain.layers import local
 from moetrain.params import Init, Traits, declare
-from moetrain.place import Place
 
 
 class Routing(NamedTuple):
@@ -80,7 +79,7 @@ class Router(nn.Module):
             declare(self, "bias", (spec.num_experts,), Traits("router", Init("zeros")))
         self.register_buffer("balance_bias", torch.zeros(spec.num_experts, dtype=torch.float32))
 
-    def forward(self, x: torch.Tensor, where: Place, ids: torch.Tensor) -> Routing:
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> Routing:
         """x [T, d], ids [T] token numbers in the run."""
         spec = self.spec
         logits = _WideLinear.apply(x, local(self.weight))
@@ -91,7 +90,7 @@ class Router(nn.Module):
                 logits, spec.top_k, self.balance_bias if self.use_bias else None, score=spec.router, num_groups=spec.num_expert_groups,
                 top_k_groups=spec.top_k_groups, normalize=spec.normalize_top_k, scale=spec.routed_scale)
             return Routing(weights, experts.long(), counts.long(), logits)
-        experts = forced.choose(self.mode, ids, self.layer, where.step, spec.num_experts, spec.top_k, self.record)
+        experts = forced.choose(self.mode, ids, self.layer, spec.num_experts, spec.top_k, self.record)
         weights = scores(logits, spec).gather(-1, experts)
         if spec.normalize_top_k:
             weights = weights / (weights.sum(-1, keepdim=True) + TINY)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from moesim.layout import Layout
 from moesim.ops import Group
+from moesim.spec import ModelSpec
 from moetrain.collectives import Communicator, _all_gather, _reduce_scatter, all_reduce_
 from moetrain.experts import Experts
 from moetrain.layers import local
@@ -242,7 +243,7 @@ def once(parts: list[Stage]) -> Iterator[tuple[str, nn.Parameter]]:
     yield from ((name, p) for name, p in named_parameters(parts) if id(p) not in copies or id(p) in first)
 
 
-def ends_communicator(mesh: Mesh, spec, stages: int) -> Communicator | None:
+def ends_communicator(mesh: Mesh, spec: ModelSpec) -> Communicator | None:
     """First and last pipeline rank of this rank's column, where a tied embedding lies on both. A collective call on all ranks."""
     layout = mesh.layout
     if layout.pp == 1 or not spec.tie_embeddings:

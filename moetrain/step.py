@@ -41,7 +41,7 @@ def cut(batch: Batch, job: Job, step: int, first_sample: int | None = None,
     count = num_microbatches or job.num_microbatches
     parts = []
     for part, numbers in zip(batch.split(count), samples.split(rows // count)):
-        where = place(part.documents if masked else None, numbers, workload.seq_len, cp.size, cp.rank, step)
+        where = place(part.documents if masked else None, numbers, workload.seq_len, cp.size, cp.rank)
         parts.append(Microbatch(part.tokens[:, where.positions], part.labels[:, where.positions], where))
     return parts
 

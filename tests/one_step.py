@@ -160,7 +160,7 @@ def reference(model: str, sets: tuple[str, ...] = (), layout: str = f"mb{ROWS}",
 
 def _microbatch(job: build.Job, full: Batch, rows: list[int], number: int) -> Microbatch:
     documents = full.documents[rows] if job.scenario.train.data.mask_documents else None
-    where = place(documents, torch.tensor(rows) + number * ROWS, SEQ_LEN, 1, 0, number)
+    where = place(documents, torch.tensor(rows) + number * ROWS, SEQ_LEN, 1, 0)
     return Microbatch(full.tokens[rows], full.labels[rows], where)
 
 

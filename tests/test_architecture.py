@@ -207,7 +207,7 @@ def test_the_trainer_sees_the_planners_words_only(path):
 
 
 ENVIRONMENT = {
-    "moetrain.distributed": {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RESTART_COUNT"},
+    "moetrain.distributed": {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"},
     "moetrain.cli": {"RANK", "WORLD_SIZE", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "OMP_NUM_THREADS"},
     "moetrain.testing": {"RANK", "WORLD_SIZE", "LOCAL_RANK"},
     "moetrain.bench.machine": {"LOCAL_WORLD_SIZE"},

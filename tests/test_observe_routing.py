@@ -81,7 +81,7 @@ def test_the_trainer_replays_recorded_ids_and_rows(tmp_path):
     record(tmp_path, ids_every=1, steps=[1])
     _, layers, ids = read_ids(*tmp_path.glob("ids-*.npz"))
     write_replay(tmp_path / "ids.safetensors", layers.tolist(), ids=ids)
-    replayed = choose("replay", torch.arange(2 * T), 2, 0, E, K, Record.read(tmp_path / "ids.safetensors"))
+    replayed = choose("replay", torch.arange(2 * T), 2, E, K, Record.read(tmp_path / "ids.safetensors"))
     assert np.array_equal(replayed.numpy(), ids[1])
     write_replay(tmp_path / "rows.safetensors", layers.tolist(), requested=counts_of_ids(ids, E))
     assert np.array_equal(Record.read(tmp_path / "rows.safetensors").counts[3].numpy(), counts_of_ids(ids, E)[2])

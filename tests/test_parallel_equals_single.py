@@ -85,7 +85,7 @@ def test_route_permute_compute_and_combine_are_the_double_loop(model, name, dtyp
     """Token by token, expert by expert, in float64, on the very same values."""
     spec = parse_scenario(TEXT, settings(model, ())).model
     options = MoEOptions(backend(name, "cpu", dtype))
-    layer = MoE(spec, 1, meshes.single(), options, (0.3, 0.3), 1e-6, Recompute(), RoutingStatistics(spec.num_experts)).to_empty(device="cpu")
+    layer = MoE(spec, 1, meshes.single(), options, (0.3, 0.3), Recompute(), RoutingStatistics(spec.num_experts)).to_empty(device="cpu")
     generator = torch.Generator().manual_seed(3)
     for tensor in [*layer.parameters(), layer.router.balance_bias]:
         tensor.data.normal_(0, 0.3, generator=generator)

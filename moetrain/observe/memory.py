@@ -191,12 +191,6 @@ def ledger(static: Static, device: torch.device | str, base: Base, rank: int = 0
     return MemoryLedger(rank, **own, activations=max(0, peak - static.total), allocator=0, peak=max(peak, static.total), source=source)
 
 
-def driver_bytes(device: torch.device | str) -> dict[str, int]:
-    """What the CUDA driver says of a device: used and total bytes, this process's context and NCCL's buffers included."""
-    free, total = torch.cuda.mem_get_info(device)
-    return {"used": total - free, "total": total}
-
-
 def fullest(ledgers: Sequence[MemoryLedger]) -> MemoryLedger:
     """The ledger of the rank with the highest peak (or, where no peak is known, the most static bytes)."""
     return max(ledgers, key=lambda found: (found.peak or 0, sum(getattr(found, name) or 0 for name in CATEGORIES)))

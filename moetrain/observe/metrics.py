@@ -31,7 +31,7 @@ FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
     "rerun": ((bool,), "an earlier process had logged this step already"),
     "time": (NUMBER, "Unix seconds when the step ended"),
     "step": ((int,), "optimizer steps done, the first is 1"),
-    "seconds": (NUMBER, "wall time of the step, largest over ranks"),
+    "seconds": (NUMBER, "wall time of the step on rank 0"),
     "tokens": ((int,), "tokens trained on in the step, all ranks"),
     "num_gpus": ((int,), "ranks that share the step"),
     "tokens_per_s": (NUMBER, "tokens / seconds"),
@@ -45,8 +45,8 @@ FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
     "layers": ((dict,), "by layer: max_over_mean_rank, max_over_mean_expert, entropy_index, drop_fraction"),
     "flops": ((dict, type(None)), "FLOP of the step, all ranks: fields of moetrain.observe.flops.StepFlops"),
     "use": ((dict, type(None)), "mfu, own_mfu, hfu with their denominators, or null and the refusal"),
-    "memory": ((dict,), "bytes by category of the rank with the highest peak"),
-    "data_wait": (OPTIONAL, "seconds that the step waited for data, largest over ranks"),
+    "memory": ((dict,), "bytes by category of rank 0"),
+    "data_wait": (OPTIONAL, "seconds that the step waited for data on rank 0"),
     "also": ((list,), "what else happened in the step (profile, validation, checkpoint, compile ...): not a throughput step"),
 }
 """Field -> (types of its JSON value, meaning). Numbers that are not finite are the strings NaN, Infinity, -Infinity."""
