@@ -18,6 +18,7 @@ from moetrain.mesh import Mesh
 from moetrain.params import Init, Traits, declare
 from moetrain.place import Place
 from moetrain.recompute import Recompute
+from moetrain.seams import begin, seam
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -72,7 +73,7 @@ class Attention(nn.Module):
             k, v = kv[..., :width], kv[..., width:]
         sinks = None if self.sinks is None else local(self.sinks)
         mask = where.mask(self.window)
-        mixed = self.rc("core_attn", lambda q, k, v: core(q, k, v, mask, sinks), q, k, v)
+        mixed = self.rc("core_attn", lambda q, k, v: seam(self.rc.log, "core_attn", core, q, k, v, mask, sinks), q, k, v)
         out = self.rc("attn_out", self.out, mixed.flatten(2))
         return scattered(out, self.mesh["tp"], "tp_scatter_attn_out")
 
@@ -100,13 +101,14 @@ class GroupedQueryAttention(Attention):
     def _heads(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values of [B, Q, d]: [B, Q, heads, width], normalised where the model has that, and turned."""
         packed = self.qkv(x).unflatten(-1, (self.groups, -1, self.width))
+        begin(self.rc.log, "rope")
         q, k, v = packed[..., :-2, :], packed[..., -2, :], packed[..., -1, :]
         if self.q_norm is not None:
             q, k = self._normed(self.q_norm, q), self._normed(self.k_norm, k)
         if self.q_norm is None or self.full_norm:
             # Nothing else of `packed` is read again: a view would keep all of it.
             v = v.contiguous()
-        return rotate(q.flatten(2, 3), cos, sin), rotate(k, cos, sin), v
+        return *seam(self.rc.log, "rope", lambda: (rotate(q.flatten(2, 3), cos, sin), rotate(k, cos, sin))), v
 
     def _normed(self, norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
         return norm(x.flatten(2)).view(x.shape) if self.full_norm else norm(x)
@@ -146,6 +148,9 @@ class LatentAttention(Attention):
         q_source, kv_latent, k_rope = latents.split((latents.shape[-1] - self.kv_rank - self.rope, self.kv_rank, self.rope), -1)
         q = self.up_q(q_source).unflatten(-1, (self.heads, -1))
         kv = self.up_kv(kv_latent).unflatten(-1, (self.heads, -1))
+        return seam(self.rc.log, "rope", self._turned, q, kv, k_rope, cos, sin)
+
+    def _turned(self, q: torch.Tensor, kv: torch.Tensor, k_rope: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
         q = torch.cat([q[..., :self.nope], rotate(q[..., self.nope:], cos, sin)], -1)
         shared = rotate(k_rope[:, :, None], cos, sin).expand(-1, -1, self.heads, -1)
         # A view of values would keep the keys' part as well.

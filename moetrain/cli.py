@@ -153,17 +153,35 @@ def dryrun_command(
     layout: LayoutText = None,
     sets: Sets = None,
     rank: Annotated[int, typer.Option("--rank", min=0, help="Rank whose holdings are listed.")] = 0,
+    memory: Annotated[bool, typer.Option("--memory", help="Also follow a step on fake tensors: peak bytes by category, beside the planner's.")] = False,
+    kernels: Annotated[str, typer.Option("--kernels", help="With --memory: whose saved tensors are counted, gpu | cpu.")] = "gpu",
+    json_file: Annotated[Optional[str], typer.Option("--json", metavar="FILE", help="With --memory: both sides as JSON.", show_default=False)] = None,
 ) -> int:
     """What a rank of any world would hold and send, without memory or peers; and that every layer and expert is held exactly once.
 
-    Example:
+    Examples:
 
       moetrain dryrun olmo_core3_new --layout "pp2 dp256 ep8 zero1 mb2" --rank 511
+      moetrain dryrun olmo_core3_new --layout "dp64 ep8 zero1 mb1" --rank 63 --memory
     """
     from moesim.load import load_scenario
-    from moetrain.dryrun import dryrun
+    from moetrain.dryrun import dryrun, layout_to_run
 
-    typer.echo(dryrun(load_scenario(config, sets or ()), layout, rank))
+    scenario = load_scenario(config, sets or ())
+    typer.echo(dryrun(scenario, layout, rank))
+    if memory:
+        import json
+        from pathlib import Path
+
+        from moesim.files import write_atomically
+        from moetrain.peak import compared, table
+
+        found = compared(scenario, layout_to_run(scenario, layout), rank, kernels)
+        typer.echo(table(found))
+        if json_file:
+            write_atomically(Path(json_file), json.dumps(found, indent=1) + "\n")
+    elif json_file:
+        raise ValueError("--json goes with --memory")
     return 0
 
 

@@ -44,10 +44,16 @@ class CollectiveLog:
     note: Callable[[str, str, str], None] | None = None
     spans: Any = None
 
-    def begin(self, role: str, size: int) -> Any:
-        """Starts a span on the communication stream, where a recorder of spans is on; `end` takes what this gives."""
+    def begin(self, role: str, size: int, stream: str = "comm", waits: bool = True) -> Any:
+        """Starts a span on a communication stream, where a recorder of spans is on; `end` takes what this gives. waits: nothing computes
+        until then."""
         spans = self.spans
-        return spans.start(role, role, "comm", bytes=size) if spans is not None and spans.on else None
+        return spans.send(role, size, stream, waits) if spans is not None and spans.on else None
+
+    def pause(self) -> Any:
+        """Nothing computes until `end` of what this gives: somebody waits for a collective that began before."""
+        spans = self.spans
+        return spans.pause() if spans is not None and spans.on else None
 
     def end(self, opened: Any) -> None:
         if opened is not None:
@@ -149,7 +155,7 @@ def _exchange(x: torch.Tensor, send: Sequence[int] | None, receive: Sequence[int
     rows = x.shape[0] if receive is None else sum(receive)
     out = x.new_empty((rows, *x.shape[1:]))
     comm.log.add("all_to_all", role, _bytes(x), comm, phase)
-    opened = comm.log.begin(role, _bytes(x))
+    opened = comm.log.begin(role, _bytes(x), waits=wait)
     arguments = {} if send is None else {"output_split_sizes": list(receive), "input_split_sizes": list(send)}
     work = dist.all_to_all_single(out, x.contiguous(), group=comm.pg, async_op=not wait, **arguments)
     if wait:
@@ -165,7 +171,9 @@ class _Work:
         self.work, self.log, self.opened = work, log, opened
 
     def wait(self) -> None:
+        paused = self.log.pause()
         self.work.wait()
+        self.log.end(paused)
         self.log.end(self.opened)
 
 
@@ -194,7 +202,7 @@ class _Start(Function):
         # The gradient that came is a stand-in of the right shape; the one that travelled is in `pending`.
         pending = ctx.pending
         pending.backward.wait()
-        back, pending.back, pending.hold = pending.back, None, ()
+        back, pending.back, pending.hold, pending.backward = pending.back, None, (), None
         return back, None, None, None, None, None
 
 
@@ -203,7 +211,8 @@ class _Wait(Function):
     def forward(ctx, out, send, receive, comm, role, pending):
         ctx.args, ctx.pending = (send, receive, comm, role), pending
         pending.forward.wait()
-        pending.hold = ()
+        # Done work holds its buffers, and through the buffer's gradient function itself: nobody would ever free that ring.
+        pending.hold, pending.forward = (), None
         return out.view_as(out)
 
     @staticmethod

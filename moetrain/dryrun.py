@@ -250,7 +250,7 @@ def dryrun(scenario: Scenario, layout_text: str | None, rank: int = 0) -> str:
     """What ``rank`` of a layout holds and sends, and the check over all ranks, as text. The world is the layout's, or where it names no dp
     the scenario's cluster. ValueError in one line for what can't run."""
     scenario = scenario.model_copy(update={"train": scenario.train.model_copy(update={"dtype": "bfloat16"})})
-    layout = _layout(scenario, layout_text)
+    layout = layout_to_run(scenario, layout_text)
     if not 0 <= rank < layout.world:
         raise ValueError(f"--rank {rank}: layout '{layout}' has ranks 0 to {layout.world - 1}")
     world = build_world(scenario, layout)
@@ -260,7 +260,8 @@ def dryrun(scenario: Scenario, layout_text: str | None, rank: int = 0) -> str:
     return "\n".join([*_rank_lines(world, rank), *_collective_lines(world, rank), *_world_lines(world)])
 
 
-def _layout(scenario: Scenario, text: str | None) -> Layout:
+def layout_to_run(scenario: Scenario, text: str | None) -> Layout:
+    """The layout of ``text`` or the scenario: of a world of its own where it names dp, else of the scenario's cluster. ValueError if it can't run."""
     from moesim.layout import parse_layout
 
     text = text or scenario.layout
@@ -309,4 +310,4 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "none"
 
 
-__all__ = ["Bytes", "Piece", "World", "build_world", "built_rank", "dryrun", "fake_world", "faults", "pieces_of", "total_numel"]
+__all__ = ["Bytes", "Piece", "World", "build_world", "built_rank", "dryrun", "fake_world", "faults", "layout_to_run", "pieces_of", "total_numel"]

@@ -13,6 +13,7 @@ from moetrain.kernels import Backend
 from moetrain.layers import local
 from moetrain.params import Init, Traits, declare
 from moetrain.recompute import Recompute
+from moetrain.seams import seam
 
 
 class Experts(nn.Module):
@@ -35,8 +36,10 @@ class Experts(nn.Module):
         return self.rc("experts", lambda x: self._run(x, offsets), rows, module=self)
 
     def _run(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        up = self._product(rows, local(self.gate_up).flatten(1, 2), self.gate_up_bias, offsets)
-        return self._product(self.rc("moe_act", self.backend.swiglu, up), local(self.down), self.down_bias, offsets)
+        log = self.rc.log
+        up = seam(log, "expert_up", self._product, rows, local(self.gate_up).flatten(1, 2), self.gate_up_bias, offsets)
+        act = self.rc("moe_act", lambda up: seam(log, "moe_act", self.backend.swiglu, up), up)
+        return seam(log, "expert_down", self._product, act, local(self.down), self.down_bias, offsets)
 
     def _product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offsets: torch.Tensor) -> torch.Tensor:
         out = self.backend.grouped_gemm(x, weight, offsets)

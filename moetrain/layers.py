@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from moetrain.collectives import Communicator, all_gather, reduce_scatter
 from moetrain.params import Init, Traits, declare
 from moetrain.recompute import GATHER, Recompute
+from moetrain.seams import seam
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
@@ -71,14 +72,14 @@ class GatedMLP(nn.Module):
 
     def __init__(self, width: int, inner: int, role: str, std: float, out_std: float, recompute: Recompute):
         super().__init__()
-        self.rc = recompute
+        self.rc, self.act = recompute, f"{role}_act"
         self.gate = Linear(width, inner, f"{role}_up", "column", std=std)
         self.up = Linear(width, inner, f"{role}_up", "column", std=std)
         self.down = Linear(inner, width, f"{role}_down", "row", std=out_std)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Tokens gathered over tp in, this rank's part of the sum out."""
-        return self.down(self.rc("mlp_act", _SwiGLU.apply, self.gate(x), self.up(x)))
+        return self.down(self.rc("mlp_act", lambda gate, up: seam(self.rc.log, self.act, _SwiGLU.apply, gate, up), self.gate(x), self.up(x)))
 
 
 class Embedding(nn.Module):

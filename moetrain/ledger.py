@@ -201,9 +201,10 @@ def full_recompute_keeps_gathers(where: Where, lines: Counter[Line]) -> Counter[
 
 
 def balance_counts(where: Where, lines: Counter[Line]) -> Counter[Line]:
-    """A balance loss of scope global needs the routes that all ranks of the stage counted, in every MoE layer's forward. The plan knows
-    nothing of losses; scopes micro and sequence need no collective."""
+    """A balance loss of scope global needs the routes that all ranks of the stage counted, in every MoE layer's forward. A plan counts
+    that for software that does so by default, whatever the run says; scopes micro and sequence need no collective."""
     moe = where.scenario.train.moe
+    lines = Counter({line: times for line, times in lines.items() if line.role != "balance_counts"})
     if moe.aux_loss and moe.aux_scope == "global":
         lines = lines + _of_stage(where, "balance_counts", 4 * where.scenario.model.num_experts, where.moe_forwards)
     return lines

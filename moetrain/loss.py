@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.autograd import Function
 
 from moetrain.collectives import Communicator, all_reduce_
+from moetrain.seams import BACKWARD, begin, seam
 
 IGNORED = -100
 
@@ -40,17 +41,24 @@ class _ChunkedCrossEntropy(Function):
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             h, y = hidden[rows], labels[rows]
-            logits = (h @ weight.t()).to(wide)
+            begin(tp.log, "head")
+            logits = h @ weight.t()
+            begin(tp.log, "loss")
+            logits = logits.to(wide)
             valid = y != IGNORED
             lse, mass, target, own, held = _exponentials_(logits, y, tp)
             total += torch.stack([((lse - target) * valid).sum(), (lse.square() * valid).sum() * z_weight])
             if want:
+                begin(tp.log, "loss", BACKWARD)
                 weight_of_row = valid * scale
                 grad = logits.mul_(((1 + 2 * z_weight * lse) * weight_of_row / mass).unsqueeze(-1))
                 grad[torch.arange(len(y), device=y.device), own] -= held * weight_of_row
                 grad = grad.to(hidden.dtype)
+                logits = None  # the largest tensors of a step: none may live into the next chunk
+                begin(tp.log, "head", BACKWARD)
                 grad_hidden[rows] = grad @ weight
                 grad_weight = grad_weight.addmm_(grad.t(), h) if wide == hidden.dtype else grad_weight.add_(grad.t() @ h)
+            logits = grad = None
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
         return total * scale
 
@@ -68,4 +76,4 @@ def chunked_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: to
                           tp: Communicator) -> torch.Tensor:
     """[cross entropy, z-loss] of hidden [n, d] against labels [n] (IGNORED: no loss) under head weight [V/tp, d]: sums over tokens
     times ``scale``, z_weight * logsumexp^2 included. Their gradients assume that the two are added: use ``out.sum()``."""
-    return _ChunkedCrossEntropy.apply(hidden, weight, labels, scale, z_weight, chunk, tp)
+    return seam(tp.log, "head", _ChunkedCrossEntropy.apply, hidden, weight, labels, scale, z_weight, chunk, tp)

@@ -19,6 +19,7 @@ from moetrain.mesh import Mesh
 from moetrain.moe import MoE, MoEOptions
 from moetrain.place import Place
 from moetrain.recompute import Recompute
+from moetrain.seams import residual, seam
 from moetrain.statistics import RoutingStatistics
 
 
@@ -54,11 +55,12 @@ class Layer(nn.Module):
         return self.rc.layer(self._forward, x, where)
 
     def _forward(self, x: torch.Tensor, where: Place) -> torch.Tensor:
+        log, i = self.rc.log, self.index
         if self.post:
-            x = x + self.norm1(self.attention(x, where))
-            return x + self._ffn(x, where)
-        x = x + self.attention(self.rc("norm", self.norm1, x), where)
-        return x + self._ffn(self.rc("norm", self.norm2, x), where)
+            x = residual(log, i, x, lambda x: self.norm1(self.attention(x, where)))
+            return residual(log, i, x, lambda x: self._ffn(x, where))
+        x = residual(log, i, x, lambda x: self.attention(self.rc("norm", self.norm1, x), where))
+        return residual(log, i, x, lambda x: self._ffn(self.rc("norm", self.norm2, x), where))
 
     def _ffn(self, x: torch.Tensor, where: Place) -> torch.Tensor:
         """The second branch, its norm behind it where norms stand behind branches."""
@@ -68,7 +70,7 @@ class Layer(nn.Module):
         routed, shared = self.moe(x, where)
         if self.norm_branch is not None:
             return self.norm2(routed) + (self.norm_branch(shared) if shared is not None else 0)
-        return after(routed if shared is None else routed + shared)
+        return after(routed if shared is None else seam(self.rc.log, "residual", torch.add, routed, shared))
 
     def _dense(self, x: torch.Tensor) -> torch.Tensor:
         full = gathered(x, self.tp, "tp_gather_mlp_up", self.rc)

@@ -23,6 +23,7 @@ from moetrain.mesh import Mesh
 from moetrain.place import Place
 from moetrain.recompute import Recompute
 from moetrain.router import Router, Routing
+from moetrain.seams import begin, seam
 from moetrain.statistics import RoutingStatistics
 
 
@@ -62,7 +63,9 @@ class MoE(nn.Module):
         tp = self.mesh["tp"]
         ids = where.token_ids(tp.rank, tp.size)
         routing = self.rc("router", lambda x: self.router(x, ids), tokens)
-        parts = [slice(rows[0], rows[-1] + 1) for rows in torch.arange(tokens.shape[0]).chunk(self.options.chunks)]
+        size = -(-tokens.shape[0] // self.options.chunks)  # whole numbers, not tensors: of a fake one nobody knows the value
+        begin(self.rc.log, "plan")
+        parts = [slice(start, min(start + size, tokens.shape[0])) for start in range(0, tokens.shape[0], size)]
         plans = [self.dispatcher.plan(routing if len(parts) == 1 else routing.part(part)) for part in parts]
         self.statistics.record(self.layer, routing, plans, replay=self.rc.replaying)
         travelling = self.dispatcher.dispatch(tokens[parts[0]], plans[0])
@@ -95,6 +98,6 @@ class MoE(nn.Module):
         if not (balance.aux_loss or balance.z_loss) or not torch.is_grad_enabled():
             return routed
         share = balance.share(routing, sequences, self.mesh["data"])
-        losses = self.rc("router", lambda x: balance.loss(x, share, self.router.spec, self.options.tokens_per_step), routing.logits)
+        losses = self.rc("router", lambda x: seam(self.rc.log, "balance", balance.loss, x, share, self.router.spec, self.options.tokens_per_step), routing.logits)
         self.statistics.losses(self.layer, *losses, replay=self.rc.replaying)
         return attach(routed, sum(losses))

@@ -8,7 +8,7 @@ splitting. The last stage's output is its loss, so only losses leave the pipelin
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,20 +19,18 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from moesim.layout import Layout
 from moesim.ops import Group
-from moesim.schedules import SCHEDULES, Action, Order, flatten
+from moesim.schedules import SCHEDULES, Order, flatten
 from moetrain import sharding
 from moetrain.actions import compute_actions, forward_orders, lowered
 from moetrain.balance import attach
 from moetrain.collectives import Communicator
 from moetrain.mesh import Mesh
 from moetrain.model import Stage
+from moetrain.seams import action
 
 if TYPE_CHECKING:
     from moetrain.build import Job
-    from moetrain.observe.trace import SpanRecorder
     from moetrain.step import Microbatch
-
-KINDS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 
 
 def can_split_backward() -> bool:
@@ -60,7 +58,6 @@ class _PipelineStage(PipelineStage):
         self.link = Communicator("pp", 2, 0, mesh["pp"].pg, Group(2, mesh["pp"].group.stride), mesh.log)
         self.microbatches: Sequence[Microbatch] = ()
         self.current: Microbatch | None = None
-        self.spans: SpanRecorder | None = None
         # A stage of no layers hands on what it gets.
         self.is_empty = next(part.parameters(), None) is None
 
@@ -127,7 +124,7 @@ class _PipelineStage(PipelineStage):
         if not self.is_first:
             for info in self.args_recv_info[fwd_chunk_id]:
                 info.buffer.requires_grad_(self.has_backward)
-        with self._span("F", fwd_chunk_id):
+        with action(self.log, self.stage_index, "F", fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, (self.current.tokens,) if self.is_first else (), {}, save_forward_output)
         if not self.is_first:
             self._drop(self.args_recv_info[fwd_chunk_id])
@@ -144,21 +141,15 @@ class _PipelineStage(PipelineStage):
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss=None, full_backward: bool = True, last_backward: bool = False) -> None:
-        with self._span("B" if full_backward else "I", bwd_chunk_id):
+        with action(self.log, self.stage_index, "B" if full_backward else "I", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         self._drop(self.grad_recv_info[bwd_chunk_id])
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args, **kwargs) -> None:
         # The first stage's I did nothing, for nobody waits for it: its W is a whole backward.
-        with self._span("W", bwd_chunk_id):
+        with action(self.log, self.stage_index, "W", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
             self._accumulate()
-
-    def _span(self, letter: str, microbatch: int) -> AbstractContextManager:
-        if self.spans is None:
-            return nullcontext()
-        action = str(Action(self.stage_index, letter, microbatch))
-        return self.spans.span(action, KINDS[letter], entry=action, stage=self.stage_index, microbatch=microbatch)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         # FSDP2 never woke up in a stage that has no parameters.
@@ -226,11 +217,6 @@ class Pipeline:
     placement: tuple[int, ...]
     training: _Runtime
     evaluators: dict[tuple[int, int], _Runtime] = field(default_factory=dict)
-
-    def watch(self, spans: SpanRecorder) -> None:
-        """From now on each action of a training step is a span; what lies between them is messages and idle time."""
-        for stage in self.training._stages:
-            stage.spans = spans
 
     def evaluator(self, num_microbatches: int, rows: int) -> _Runtime:
         key = num_microbatches, rows

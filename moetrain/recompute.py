@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from moetrain import seams
 from moetrain.collectives import CollectiveLog
 
 FULL, GATHER = "full", "tp_gather"
@@ -194,6 +195,7 @@ class Recompute:
         before = self.replaying, self._inside, self.log.replaying
         self.replaying = self._inside = self.log.replaying = True
         try:
-            yield
+            with seams.again(self.log):
+                yield
         finally:
             self.replaying, self._inside, self.log.replaying = before

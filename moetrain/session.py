@@ -65,11 +65,9 @@ def before(run: Run) -> None:
 
 
 def watch_spans(run: Run) -> None:
-    """Modules, collectives and pipeline actions are recorded in the steps that the run names."""
+    """Roles, collectives and actions are recorded in the steps that the run names."""
     watch(run.job.parts, run.spans)
     run.job.mesh.log.spans = run.spans
-    if run.job.pipeline is not None:
-        run.job.pipeline.watch(run.spans)
 
 
 def speed(run: Run) -> None:

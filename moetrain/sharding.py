@@ -37,23 +37,53 @@ class LoggedAllGather:
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
         size = output_tensor.numel() * output_tensor.element_size()
-        self.comm.log.add("all_gather", "param_gather", size, self.comm, "step")
-        return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        log = self.comm.log
+        log.add("all_gather", "param_gather", size, self.comm, "step")
+        opened = log.begin("param_gather", size, "data", waits=_stands(output_tensor, async_op))
+        return _ended(log, opened, _all_gather(output_tensor, input_tensor, group=group, async_op=async_op))
+
+
+def _stands(x: torch.Tensor, async_op: bool) -> bool:
+    """Does nothing compute until FSDP2's collective has ended? (On a GPU it has a stream of its own.)"""
+    return x.device.type == "cpu" and not async_op
+
+
+def _ended(log, opened, work):
+    """``work``, with its span closed when it ends: at once where it is None."""
+    if work is None or opened is None:
+        log.end(opened)
+    else:
+        work.get_future().add_done_callback(lambda _: log.end(opened))
+    return work
 
 
 class LoggedReduceScatter:
-    """FSDP2's gradient reduction, written to the log."""
+    """FSDP2's gradient reduction, written to the log. Where ``replicas`` add up behind it FSDP2 does that itself and calls `replicated`
+    afterwards: what lies between is its span."""
 
-    def __init__(self, comm: Communicator):
-        self.comm = comm
+    def __init__(self, comm: Communicator, replicas: Communicator):
+        self.comm, self.replicas, self.opened = comm, replicas, None
 
     def allocate(self, size, *, dtype, device):
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         size = input_tensor.numel() * input_tensor.element_size()
-        self.comm.log.add("reduce_scatter", "grad_reduce", size, self.comm, "step")
-        return _reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+        log = self.comm.log
+        log.add("reduce_scatter", "grad_reduce", size, self.comm, "step")
+        stands = _stands(output_tensor, async_op)
+        opened = log.begin("grad_reduce", size, "reduce", waits=stands)
+        work = _ended(log, opened, _reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op))
+        if self.replicas.size > 1:
+            self.opened = log.begin("grad_reduce", output_tensor.numel() * output_tensor.element_size(), "reduce", waits=stands)
+        return work
+
+    def replicated(self, x: torch.Tensor) -> None:
+        """The replicas' all-reduce of ``x`` has been issued."""
+        log = self.replicas.log
+        log.add("all_reduce", "grad_reduce", x.numel() * x.element_size(), self.replicas, "step")
+        log.end(self.opened)
+        self.opened = None
 
 
 def policy(dtype: torch.dtype, layout: Layout) -> MixedPrecisionPolicy:
@@ -116,10 +146,10 @@ def _connect(module: FSDPModule, shards: Communicator, replicas: Communicator) -
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     module.set_custom_all_gather(LoggedAllGather(shards))
-    module.set_custom_reduce_scatter(LoggedReduceScatter(shards))
+    reduction = LoggedReduceScatter(shards, replicas)
+    module.set_custom_reduce_scatter(reduction)
     if replicas.size > 1:
-        # FSDP2 issues this one itself and calls what it finds here behind it.
-        module.set_all_reduce_hook(lambda x: replicas.log.add("all_reduce", "grad_reduce", x.numel() * x.element_size(), replicas, "step"))
+        module.set_all_reduce_hook(reduction.replicated)
 
 
 def _prefetch(stage: Stage, layout: Layout) -> None:

@@ -17,6 +17,7 @@ from moetrain.data.batch import Batch
 from moetrain.data.stream import AnyLoader
 from moetrain.loss import IGNORED
 from moetrain.place import Place, place
+from moetrain.seams import action
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,13 @@ def cut(batch: Batch, job: Job, step: int, first_sample: int | None = None,
     samples = torch.arange(first, first + rows, device=batch.tokens.device)
     masked = job.scenario.train.data.mask_documents
     count = num_microbatches or job.num_microbatches
-    parts = []
+    parts: list[Microbatch] = []
     for part, numbers in zip(batch.split(count), samples.split(rows // count)):
         where = place(part.documents if masked else None, numbers, workload.seq_len, cp.size, cp.rank)
+        if parts:
+            # All stand at the same positions: one table for the step, not one each; and one mask, where no documents make it another.
+            where._ropes = parts[0].where._ropes
+            where._masks = parts[0].where._masks if where.documents is None else where._masks
         parts.append(Microbatch(part.tokens[:, where.positions], part.labels[:, where.positions], where))
     return parts
 
@@ -56,8 +61,10 @@ def forward_backward(job: Job, microbatches: Sequence[Microbatch]) -> torch.Tens
     total = torch.zeros(2, dtype=torch.float64, device=job.device)
     for i, m in enumerate(microbatches):
         sharding.begin_microbatch(job.parts, job.layout, last=i + 1 == len(microbatches))
-        losses = part(m.tokens, m.where, m.labels)
-        losses.sum().backward()
+        with action(job.mesh.log, 0, "F", i):
+            losses = part(m.tokens, m.where, m.labels)
+        with action(job.mesh.log, 0, "B", i):
+            losses.sum().backward()
         total += losses.detach().double()
     sharding.finish_gradients(job.parts, job.mesh, job.ends)
     return total

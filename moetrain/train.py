@@ -17,6 +17,7 @@ import torch
 
 from moesim.layout import Layout
 from moesim.spec import Scenario
+from moesim.timeline import EPILOGUE
 from moetrain import sharding, state, step
 from moetrain.balance import update_bias
 from moetrain.build import Job
@@ -154,17 +155,17 @@ def one_step(run: Run, also: list[str]) -> None:
     """One step of the optimizer, or its skip."""
     number = run.done + 1
     begin = time.perf_counter()
+    run.spans.begin_step(number)
     if run.watchdog is not None:
         run.watchdog.step(number)
     base = start_peak(run.job.device)
     held = static_bytes(run.job.parts, [run.optimizer]).total
-    run.spans.begin_step(number)
     if run.profile is not None:
         run.profile.begin_step(number)
     batch = run.loader.batch(run.done).to(run.job.device)
     microbatches = step.cut(batch, run.job, run.done, run.loader.first_sample(run.done))
-    with run.spans.span("forward_backward", "forward_backward"):
-        losses = step.forward_backward(run.job, microbatches)
+    losses = step.forward_backward(run.job, microbatches)
+    run.spans.entry = EPILOGUE
     # Signals travel with the loss: whoever was sent one, all ranks stop after the same step.
     told = torch.tensor([float(run.told == s) for s in SIGNALS], dtype=losses.dtype, device=losses.device)
     cross, z, *told = step.reduce_loss(run.job, torch.cat([losses, told])).tolist()
@@ -222,6 +223,7 @@ def measure(run: Run, number: int, loads: dict[int, LayerLoad], base, held: int,
     if job.device.type == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - begin
+    run.spans.finish()
     memory = ledger(static_bytes(job.parts, [run.optimizer]), job.device, base, run.seat.rank, held)
     if run.recorder is not None:
         for i, load in loads.items():

@@ -1,7 +1,7 @@
 """Which ops shall be timed, in which order, and which can't be? (What `moesim ops` wrote, by what the plan's error would gain.)
 
-The planner's error in an op is about its predicted seconds times how unsure they are, so that product orders the work: an
-extrapolated op before an interpolated one of the same length, longer ones first.
+Each op's line says by how many seconds knowing it would narrow the step, after those that would narrow it more: that orders the work.
+Where it doesn't, predicted seconds times how unsure they are do: an extrapolated op before an interpolated one of the same length.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ FIXED_S = {"gloo": 2e-4, "nccl": 2e-5}
 
 @dataclass(frozen=True)
 class Request:
-    """One op that the planner asks about, with what it thinks now (None: it says nothing)."""
+    """One op that the planner asks about, with what it thinks now (None: it says nothing). ``told``: the gain that the planner worked out."""
 
     op: Op
     predicted_s: float | None = None
     provenance: str | None = None
     where: str = ""
+    told: float | None = None
 
     @property
     def kind(self) -> str:
@@ -37,6 +38,8 @@ class Request:
     @property
     def gain(self) -> float:
         """Seconds of the prediction that this measurement would make sure; infinite where nothing is predicted."""
+        if self.told is not None:
+            return self.told
         return float("inf") if self.predicted_s is None else self.predicted_s * UNSURE.get(self.provenance or "", 1.0)
 
 
@@ -55,9 +58,10 @@ def read_requests(path: str | Path) -> list[Request]:
 
 
 def _request(line: dict[str, Any], where: str) -> Request:
-    predicted, provenance = line.get("predicted_s"), line.get("provenance")
-    if predicted is not None and (isinstance(predicted, bool) or not isinstance(predicted, (int, float)) or not 0 <= predicted < 1e12):
-        raise ValueError(f"predicted_s is {predicted!r}; it must be seconds from 0 up")
+    predicted, provenance, gain = line.get("predicted_s"), line.get("provenance"), line.get("gain")
+    for name, value in (("predicted_s", predicted), ("gain", gain)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e12):
+            raise ValueError(f"{name} is {value!r}; it must be seconds from 0 up")
     if provenance is not None and not (isinstance(provenance, str) and provenance in UNSURE):
         raise ValueError(f"provenance {provenance!r}: legal are {', '.join(UNSURE)}{nearest(str(provenance), UNSURE)}")
     if "schema" in line:
@@ -70,12 +74,16 @@ def _request(line: dict[str, Any], where: str) -> Request:
     empty = [name for name in ("m", "n", "k", "groups", "rows", "batch", "tokens") if name in op.__slots__ and getattr(op, name) <= 0]
     if empty:
         raise ValueError(f"{type(op).__name__}.{empty[0]} is 0: nothing to time")
-    return Request(op, None if predicted is None else float(predicted), provenance, where)
+    return Request(op, None if predicted is None else float(predicted), provenance, where, None if gain is None else float(gain))
 
 
 def ordered(requests: Iterable[Request]) -> list[Request]:
-    """Largest gain first; equal ones as they stood."""
-    return sorted(requests, key=lambda r: -r.gain)
+    """Largest gain first: the planner's own of all where each line has one, else by the rule for all, so that two kinds of gain are never
+    compared; equal ones as they stood."""
+    listed = list(requests)
+    if any(r.told is None for r in listed):
+        listed = [replace(r, told=None) for r in listed]
+    return sorted(listed, key=lambda r: -r.gain)
 
 
 def only(requests: Iterable[Request], kinds: Collection[str]) -> list[Request]:

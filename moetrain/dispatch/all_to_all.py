@@ -15,6 +15,7 @@ from moetrain.dispatch.local import kept_rows
 from moetrain.dispatch.plan import Capacity, expert_major, inverse, kept_routes
 from moetrain.kernels import Backend
 from moetrain.router import Routing
+from moetrain.seams import seam
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ class AllToAll:
         return ExchangePlan(source, positions, kept, arriving.sum(0), send, receive, order, inverse(order))
 
     def dispatch(self, tokens: torch.Tensor, plan: ExchangePlan) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        wait = start_all_to_all(self.backend.permute(tokens, plan.source, plan.positions), plan.send, plan.receive, self.ep, "dispatch")
-        return lambda: (self.backend.permute(wait(), plan.order, plan.back.unsqueeze(-1)), plan.received.cumsum(0).int())
+        wait = start_all_to_all(seam(self.ep.log, "permute", self.backend.permute, tokens, plan.source, plan.positions), plan.send, plan.receive, self.ep, "dispatch")
+        return lambda: (seam(self.ep.log, "permute", self.backend.permute, wait(), plan.order, plan.back.unsqueeze(-1)), plan.received.cumsum(0).int())
 
     def combine(self, rows: torch.Tensor, plan: ExchangePlan, weights: torch.Tensor) -> Callable[[], torch.Tensor]:
-        wait = start_all_to_all(self.backend.permute(rows, plan.back, plan.order.unsqueeze(-1)), plan.receive, plan.send, self.ep, "combine")
-        return lambda: self.backend.unpermute(wait(), plan.positions, weights)
+        wait = start_all_to_all(seam(self.ep.log, "unpermute", self.backend.permute, rows, plan.back, plan.order.unsqueeze(-1)), plan.receive, plan.send, self.ep, "combine")
+        return lambda: seam(self.ep.log, "unpermute", self.backend.unpermute, wait(), plan.positions, weights)

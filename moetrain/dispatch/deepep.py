@@ -18,6 +18,7 @@ from moetrain.dispatch.local import kept_rows
 from moetrain.dispatch.plan import Capacity
 from moetrain.kernels import Backend
 from moetrain.router import Routing, count
+from moetrain.seams import seam
 
 BUFFER_BYTES = 1 << 30
 
@@ -89,11 +90,11 @@ class DeepEP:
         kept[-1] = 0
         state["source"], state["positions"] = kept_rows(experts, counts, kept)
         plan.received.copy_(kept[:-1])
-        rows = self.kernels.permute(arrived, state["source"], state["positions"])
+        rows = seam(self.ep.log, "permute", self.kernels.permute, arrived, state["source"], state["positions"])
         return lambda: (rows, kept[:-1].cumsum(0).int())
 
     def combine(self, rows: torch.Tensor, plan: DeepPlan, weights: torch.Tensor) -> Callable[[], torch.Tensor]:
         state = plan.state
-        summed = self.kernels.unpermute(rows, state["positions"], state["weights"])
+        summed = seam(self.ep.log, "unpermute", self.kernels.unpermute, rows, state["positions"], state["weights"])
         out = _Return.apply(summed, self.buffer, state["handle"])
         return lambda: out

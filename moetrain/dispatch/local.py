@@ -11,6 +11,7 @@ from moetrain.collectives import Communicator
 from moetrain.dispatch.plan import Capacity, inverse, kept_routes, rank_in_expert, sort_routes
 from moetrain.kernels import Backend
 from moetrain.router import Routing
+from moetrain.seams import seam
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Local:
     """Every expert is here."""
 
     def __init__(self, num_experts: int, ep: Communicator, capacity: Capacity, backend: Backend):
-        self.capacity, self.backend = capacity, backend
+        self.ep, self.capacity, self.backend = ep, capacity, backend
 
     def plan(self, routing: Routing) -> LocalPlan:
         counts = routing.counts
@@ -52,9 +53,9 @@ class Local:
         return LocalPlan(source, positions, kept, kept)
 
     def dispatch(self, tokens: torch.Tensor, plan: LocalPlan) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        rows = self.backend.permute(tokens, plan.source, plan.positions)
+        rows = seam(self.ep.log, "permute", self.backend.permute, tokens, plan.source, plan.positions)
         return lambda: (rows, plan.kept.cumsum(0).int())
 
     def combine(self, rows: torch.Tensor, plan: LocalPlan, weights: torch.Tensor) -> Callable[[], torch.Tensor]:
-        out = self.backend.unpermute(rows, plan.positions, weights)
+        out = seam(self.ep.log, "unpermute", self.backend.unpermute, rows, plan.positions, weights)
         return lambda: out

@@ -16,6 +16,7 @@ from moetrain.collectives import Communicator, all_to_all, start_all_to_all
 from moetrain.dispatch.plan import Capacity, inverse, rank_in_expert, sort_routes
 from moetrain.kernels import Backend
 from moetrain.router import Routing
+from moetrain.seams import seam
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,9 @@ class SyncFree:
         return expert.flatten().argsort(stable=True)
 
     def dispatch(self, tokens: torch.Tensor, plan: FixedPlan) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        wait = start_all_to_all(self.backend.permute(tokens, plan.source, plan.positions), None, None, self.ep, "dispatch")
-        return lambda: (self.backend.permute(wait(), plan.order, plan.back.unsqueeze(-1)), plan.received.cumsum(0).int())
+        wait = start_all_to_all(seam(self.ep.log, "permute", self.backend.permute, tokens, plan.source, plan.positions), None, None, self.ep, "dispatch")
+        return lambda: (seam(self.ep.log, "permute", self.backend.permute, wait(), plan.order, plan.back.unsqueeze(-1)), plan.received.cumsum(0).int())
 
     def combine(self, rows: torch.Tensor, plan: FixedPlan, weights: torch.Tensor) -> Callable[[], torch.Tensor]:
-        wait = start_all_to_all(self.backend.permute(rows, plan.back, plan.order.unsqueeze(-1)), None, None, self.ep, "combine")
-        return lambda: self.backend.unpermute(wait(), plan.positions, weights)
+        wait = start_all_to_all(seam(self.ep.log, "unpermute", self.backend.permute, rows, plan.back, plan.order.unsqueeze(-1)), None, None, self.ep, "combine")
+        return lambda: seam(self.ep.log, "unpermute", self.backend.unpermute, wait(), plan.positions, weights)

@@ -9,7 +9,8 @@ A span has exactly the fields of `moesim.timeline.Span`, plus ``line``, ``step``
 began on this rank (``clock`` is that moment in Unix seconds, to lay ranks side by side); ``entry`` is the action it belongs to
 ("0F1", "prologue", "epilogue"); terms is [[kind, "measured", seconds]]; solo its seconds; cause is worked out from the lanes: the
 stream whose last span ended most lately before this one began ("start" if none), or "host" if nothing had ended within GAP.
-extra may hold numbers of EXTRA. Spans of one stream never overlap: where they did, the one that began last owns the time.
+extra may hold what EXTRA names. Spans of one stream never overlap: where they did, the one that began last owns the time. The compute
+stream has no span while the host (on a GPU: the stream) waits for a collective.
 
 Off, a span costs one attribute test. On a GPU it records two CUDA events, read after the step has ended, so no step waits.
 """
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 
 from moesim.files import write_atomically
+from moesim.schedules import Action
 from moesim.timeline import STREAMS, Span, Timeline, chrome_trace
 from moetrain.observe.jsonl import JsonLines, read_records
 
@@ -36,11 +38,17 @@ SCHEMA = 1
 GAP = 2e-6
 """Seconds between the end of one span and the start of the next below which the second is said to have waited for the first."""
 EXTRA = {"bytes": "moved or sent", "flops": "done", "rows": "routed rows handled", "max_rows": "of the busiest local expert",
-         "layer": "number, from 0", "microbatch": "number, from 0", "stage": "virtual stage", "part": "n-th piece of a span that another one interrupted"}
+         "layer": "number, from 0", "phase": "F forward, B backward, R forward that runs again", "microbatch": "number, from 0", "stage": "virtual stage", "part": "n-th piece of a span that another one interrupted"}
 _OFF = nullcontext()
 
 
-@dataclass
+ACTIONS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
+PHASES = {"F": "forward", "B": "backward", "R": "again"}
+WAITING = ""
+"""Kind of what stands on the compute stream while it waits; such spans are not written."""
+
+
+@dataclass(slots=True)
 class _Open:
     """A span under way, or ended: marks are CUDA events or host seconds."""
 
@@ -49,8 +57,9 @@ class _Open:
     kind: str
     entry: str
     begin: Any
-    extra: Mapping[str, float]
+    extra: Mapping[str, Any]
     end: Any = None
+    hole: _Open | None = None
 
 
 class _Context:
@@ -68,8 +77,26 @@ class _Context:
         self._recorder.stop(self._open)
 
 
+class _Action:
+    """`with` form of one action of the schedule."""
+
+    __slots__ = ("_open", "_recorder")
+
+    def __init__(self, recorder: SpanRecorder, opened: _Open | None) -> None:
+        self._recorder, self._open = recorder, opened
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        self._recorder.turn(None)
+        self._recorder.stop(self._open)
+        self._recorder.entry = ""
+
+
 class SpanRecorder:
-    """Spans of one rank in steps ``first`` to ``last`` (inclusive). ``on`` is true inside them only."""
+    """Spans of one rank in steps ``first`` to ``last`` (inclusive). ``on`` is true inside them only. ``entry``, ``layer`` and ``phase`` are
+    what spans belong to that don't say it themselves."""
 
     def __init__(self, folder: str | Path, rank: int, first: int, last: int, device: torch.device | str = "cpu") -> None:
         if last < first:
@@ -81,12 +108,16 @@ class SpanRecorder:
         self._lines: JsonLines | None = None
         self._step, self._clock, self._zero = 0, 0.0, None
         self._spans: list[_Open] = []
+        self._role: _Open | None = None
+        self._finish: Any = None
+        self.entry, self.layer, self.phase, self.microbatch = "", -1, "F", -1
 
     def begin_step(self, step: int) -> None:
         """Switch on if ``step`` is inside the window."""
         self.on = self.first <= step <= self.last
         if self.on:
-            self._step, self._spans = step, []
+            self._step, self._spans, self._role, self._finish = step, [], None, None
+            self.entry, self.layer, self.phase, self.microbatch = "prologue", -1, "F", -1
             self._zero, self._clock = self._mark(), time.time()
 
     def span(self, name: str, kind: str, stream: str = "compute", entry: str = "", **extra: float) -> Any:
@@ -103,7 +134,7 @@ class SpanRecorder:
         unknown = sorted(set(extra) - set(EXTRA))
         if unknown:
             raise ValueError(f"spans: no extra field {', '.join(unknown)}; legal are {', '.join(EXTRA)}")
-        opened = _Open(STREAMS.index(stream), name, kind, entry, None, extra)
+        opened = _Open(STREAMS.index(stream), name, kind, entry or self.entry, None, extra)
         self._spans.append(opened)
         opened.begin = self._mark()
         return opened
@@ -112,13 +143,79 @@ class SpanRecorder:
         """End a span; None (started while off) does nothing."""
         if opened is not None:
             opened.end = self._mark()
+            if opened.hole is not None:
+                opened.hole.end = opened.end
+
+    # --- roles: the compute stream turns from one to the next ---
+
+    def turn(self, role: str | None, phase: str | None = None, layer: int | None = None) -> None:
+        """The compute stream turns to ``role`` (None: to nothing that has one) of ``layer`` (-1: none, None: of the last one's). phase:
+        a key of PHASES; None says forward, or what `interrupt` set."""
+        if not self.on or (role is None and self._role is None):
+            return
+        now = self._mark()
+        if self._role is not None:
+            self._role.end = now
+        if layer is not None:
+            self.layer = layer
+        self._role = None if role is None else _Open(0, "", role, self.entry, now, self._where(phase))
+        if self._role is not None:
+            self._spans.append(self._role)
+
+    def _where(self, phase: str | None) -> dict[str, Any]:
+        where: dict[str, Any] = {"phase": phase or self.phase}
+        if self.layer >= 0:
+            where["layer"] = self.layer
+        if self.microbatch >= 0:
+            where["microbatch"] = self.microbatch
+        return where
+
+    def interrupt(self, phase: str) -> tuple[str, _Open | None, int]:
+        """Roles from now on are of ``phase``; `go_on` takes what this gives."""
+        before, self.phase = (self.phase, self._role, self.layer), phase
+        return before
+
+    def go_on(self, before: tuple[str, _Open | None, int]) -> None:
+        """The role that `interrupt` found has the stream again."""
+        self.phase, role, layer = before
+        self.turn(role and role.kind, role and role.extra["phase"], layer)
+
+    def action(self, stage: int, letter: str, microbatch: int) -> _Action:
+        """A context for one action of the schedule: what has no role in it is a span of its own."""
+        self.microbatch, self.layer = microbatch, -1
+        self.entry = str(Action(stage, letter, microbatch))
+        return _Action(self, self.start(self.entry, ACTIONS[letter], stage=stage, microbatch=microbatch))
+
+    # --- collectives ---
+
+    def send(self, role: str, size: int, stream: str, waits: bool) -> _Open | None:
+        """A collective begins. waits: the compute stream stands still until `stop`."""
+        opened = self.start(role, role, stream, bytes=size)
+        if opened is not None:
+            opened.extra |= self._where(self._role.extra["phase"] if self._role is not None else None)
+            if waits:
+                opened.hole = _Open(0, "", WAITING, self.entry, opened.begin, {})
+                self._spans.append(opened.hole)
+        return opened
+
+    def pause(self) -> _Open | None:
+        """The compute stream stands still until `stop` of what this gives."""
+        return self.start("", WAITING)
+
+    # --- the end of a step ---
+
+    def finish(self) -> None:
+        """The step is over: what follows until `end_step` is not part of it."""
+        if self.on:
+            self.turn(None)
+            self.on, self._finish = False, self._mark()
 
     def end_step(self) -> None:
         """Switch off and write what was recorded. On a GPU this waits for the step to end, outside the recorded time."""
-        if not self.on:
+        self.finish()
+        finish, self._finish = self._finish, None
+        if finish is None:
             return
-        self.on = False
-        finish = self._mark()
         if self._cuda:
             torch.cuda.synchronize()
         times = [(s, self._since(s.begin), self._since(s.end)) for s in self._spans if s.end is not None]
@@ -153,7 +250,7 @@ def flatten(rank: int, times: Iterable[tuple[_Open, float, float]]) -> list[tupl
     lanes: dict[int, list[tuple[_Open, float, float]]] = {}
     for item in times:
         lanes.setdefault(item[0].stream, []).append(item)
-    pieces = [piece for lane in lanes.values() for piece in _pieces(lane)]
+    pieces = [piece for lane in lanes.values() for piece in _pieces(lane) if piece[0].kind != WAITING]
     pieces.sort(key=lambda piece: (piece[1], piece[0].stream))
     return _with_causes(rank, pieces)
 
@@ -199,8 +296,14 @@ def _with_causes(rank: int, pieces: Sequence[tuple[_Open, float, float, int]]) -
         cause = "start" if not ended else STREAMS[max(before, key=before.__getitem__)] if before else "host"
         extra = {**opened.extra, "part": part} if part else opened.extra
         terms = ((opened.kind, "measured", end - start),)
-        done.append((Span(rank, opened.stream, opened.name, opened.kind, start, end, opened.entry, terms, end - start, cause, 0.0), extra))
+        done.append((Span(rank, opened.stream, opened.name or _name(opened), opened.kind, start, end, opened.entry, terms, end - start, cause, 0.0), extra))
     return done
+
+
+def _name(opened: _Open) -> str:
+    """Of a role's span: "qkv forward layer 3"."""
+    layer = f" layer {opened.extra['layer']}" if "layer" in opened.extra else ""
+    return f"{opened.kind} {PHASES[opened.extra['phase']]}{layer}"
 
 
 # --- reading ------------------------------------------------------------------------------------------------------------------
