@@ -2,7 +2,8 @@
 
 Each rank (`moesim.rank`) plays its own events for as long as nothing from outside can reach it; else it sleeps on a simpy
 timeout per event. Between ranks everything (arrivals, barriers, rendezvous) is a simpy timeout. Rates are looked up by the
-set of running tasks, and a task is re-timed only when its rate changes.
+set of running tasks, and a task is re-timed only when its rate changes. Ranks of a node that could want more of what they share
+than it has (`moesim.node`) never run ahead: a start or end at one of them re-times all.
 
 Rules: ties are resolved by (time, rank, stream, issue order), a stream's order being fixed beforehand. A task takes its SMs
 when it starts or begins to wait for its peers (a collective's kernel spins there); waiting tasks try again in stream order
@@ -19,6 +20,7 @@ from functools import lru_cache
 import simpy
 
 from moesim.compiled import Compiled
+from moesim.node import Node, is_contested, nodes, transfer_load
 from moesim.play import Jitter
 from moesim.program import SEND_NEXT, SEND_PREV, STREAMS, Program, Task
 from moesim.rank import NEVER, Rank
@@ -55,6 +57,9 @@ class _World:
         self.sends = [self._send(stream) for stream in (SEND_NEXT, SEND_PREV)]
         compiled = {id(body): Compiled(body, self._signature) for body in (*program.bodies, *program.prologue, *program.epilogue, ())}
         self.ranks = [Rank(self, r, compiled) for r in range(program.num_ranks)]
+        for ranks in nodes(program).values() if program.shared else ():
+            if is_contested(program, self.wires, ranks):
+                Node(self, [self.ranks[r] for r in ranks])
         self.meetings = {key: _Meeting(self, len(ranks), key[0] == "barrier") for key, ranks in rendezvous(program).items()}
 
     def _send(self, stream: int) -> tuple[float, int] | None:
@@ -67,16 +72,25 @@ class _World:
         return self._number(Load(task.kind, task.uses, task.sms, task.stream))
 
     def _number(self, load: Load) -> int:
-        if any(share > 1.0 + 1e-9 for _, share in load.uses):
+        if any(use > self.program.shared.get(name, 1.0) * (1.0 + 1e-9) for name, use in load.uses):
             raise ValueError(f"{load.kind}: a task alone may use at most all of a resource, got {load.uses}")
         return self.loads.setdefault(load, len(self.loads) + 1)
 
+    def number_of_send(self, stream: int, receiver: int) -> int:
+        """Number of the load of a transfer to a rank that may share the sender's node."""
+        return self._number(transfer_load(self.program, stream, receiver))
+
     def _rates(self, running: tuple[int, ...]) -> tuple[float, ...] | None:
         """Rate by lane where `running` holds the number of each lane's load (0: idle); None if all go at solo speed."""
-        loads = list(self.loads)
+        loads = self._own_loads()
         lanes = [lane for lane, number in enumerate(running) if number]
         found = dict(zip(lanes, rates([loads[running[lane] - 1] for lane in lanes], self.gammas, self.program.num_sms)))
         return tuple(found.get(lane, 1.0) for lane in range(len(STREAMS))) if any(rate != 1.0 for rate in found.values()) else None
+
+    def _own_loads(self) -> list[Load]:
+        """Loads by number, as the ranks of a node that has enough of what they share feel them."""
+        shared = self.program.shared
+        return [load._replace(uses=tuple(use for use in load.uses if use[0] not in shared)) for load in self.loads] if shared else list(self.loads)
 
     @property
     def now(self) -> float:

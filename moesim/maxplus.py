@@ -42,17 +42,22 @@ def costs_of(bodies: Sequence[Body], draws: Mapping[str, np.ndarray] | None) -> 
     if draws is None or not len(bodies[0]):
         return Costs(seconds, host, lag)
     (body,) = bodies
-    drawn = np.stack([_drawn_seconds(task, draws) for task in body])
+    drawn = seconds + _extra_seconds(body, draws)
     drawn_host = host * draws.get("host", 1.0)
     together = seconds + host
     scale = np.divide(drawn + drawn_host, together, out=np.ones_like(drawn), where=together > 0)
     return Costs(drawn, np.broadcast_to(drawn_host, drawn.shape), lag * scale)
 
 
-def _drawn_seconds(task: Task, draws: Mapping[str, np.ndarray]) -> np.ndarray:
-    """[D]; seconds that no term covers keep factor 1."""
-    extra = sum(share * (draws[term] - 1.0) for _, term, share in task.terms if term in draws)
-    return task.seconds + extra + np.zeros(len(next(iter(draws.values()))))
+def _extra_seconds(body: Body, draws: Mapping[str, np.ndarray]) -> np.ndarray:
+    """[tasks, D] that the draws add to each task; seconds that no term covers keep factor 1."""
+    at = {term: i for i, term in enumerate(draws)}
+    shares = np.zeros((len(body), len(at)))
+    for row, task in zip(shares, body):
+        for _, term, share in task.terms:
+            if (i := at.get(term)) is not None:
+                row[i] += share
+    return shares @ (np.stack(list(draws.values())) - 1.0)
 
 
 def reduce(body: Body, costs: Costs) -> np.ndarray:

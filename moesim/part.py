@@ -12,6 +12,7 @@ from moesim.ops import Attention, Collective, Dispatch, Gemm, Group, GroupedGemm
 from moesim.program import COMM as COMM_STREAM
 from moesim.program import COMPUTE as COMPUTE_STREAM
 from moesim.program import Task
+from moesim.seats import mean_uses
 
 
 class PartKey(NamedTuple):
@@ -31,6 +32,8 @@ class PartKey(NamedTuple):
     dispatcher: str = "alltoall"
     sms: int = 0
     hidden_dispatch: bool = False
+    stage: int = 1
+    """Ranks over which this software adds up expert counts in every forward; 1 where it does not."""
     layers: int = 0
     """Layers of one pipeline rank over which uneven rows are summed; 0 where routing is even."""
 
@@ -46,6 +49,8 @@ class Priced:
     provenance: str
     host_s: float
     uses: tuple[tuple[str, float], ...] = ()
+    is_apart: bool = False
+    """Its speed may depend on what other ranks of the node draw from memory: no run with kernels that draw less or more."""
 
     @property
     def kind(self) -> str:
@@ -83,6 +88,8 @@ class Part:
     host: dict[str, float]
     routed: float
     """The part of ``saved`` that follows the rows received."""
+    cores: dict[str, float]
+    """Core-seconds of a node that the ranks' own cores do: the compute, and a collective's share of a core. 0 elsewhere."""
 
 
 def nodes_of(part: Part, letter: str) -> list[Priced]:
@@ -155,7 +162,7 @@ def _runs(nodes: list[Priced], hidden_dispatch: bool, fuse: bool) -> tuple[Task,
         if p.node.stream == COMPUTE:
             needs = tuple(dict.fromkeys([*pending, *(comm_index[d] for d in p.node.deps if d in comm_index)]))
             pending = []
-            if needs or not fuse:
+            if needs or not fuse or (run and (p.is_apart or run[-1].is_apart) and p.uses != run[-1].uses):
                 flush()
                 waits = needs
             run.append(p)
@@ -184,7 +191,7 @@ def _task(run: list[Priced], stream: int, deps: tuple[int, ...]) -> Task:
     total = float(seconds.sum())
     # Least time from the first issue to the last end: some kernel starts the moment it is issued.
     lag = float((np.cumsum(host) + np.cumsum(seconds[::-1])[::-1]).max())
-    uses, sms = (run[0].uses, run[0].sms) if stream == COMM_STREAM else ((), 0)
+    uses, sms = mean_uses((p.uses, p.seconds) for p in run), run[0].sms if stream == COMM_STREAM else 0
     kind = max(run, key=lambda p: p.seconds).kind
     terms = tuple((role_of(p.node), p.term, p.seconds) for p in run if p.seconds)
     return Task(run[0].node.role if len(run) == 1 else f"{run[0].node.role}..{run[-1].node.role}", kind, stream, total, float(host.sum()), lag,

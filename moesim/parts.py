@@ -7,6 +7,7 @@ distinct parts, so every part is built, priced (one vectorised call for all new 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from copy import copy
 from dataclasses import replace
 from typing import Iterable, Sequence
@@ -15,20 +16,24 @@ import numpy as np
 
 from moesim import axes, transformer
 from moesim.axes import pipeline
-from moesim.block import COMM, COMPUTE, Block, Node, backward, recomputed
+from moesim.block import COMM, COMPUTE, Block, Node, backward, insert_after, recomputed
 from moesim.coverage import Coverage, features_of, load_coverage
 from moesim.coverage import kind_of as coverage_kind
-from moesim.ops import Dispatch, Gemm, GroupedGemm, MemoryBound, Op
+from moesim.ops import Collective, Dispatch, Gemm, Group, GroupedGemm, MemoryBound, Op
 from moesim.part import Part, PartKey, Priced, make_runs, nodes_of, serial_path
 from moesim.pricing import PROVENANCE
-from moesim.program import Task
+from moesim.program import CORES, Task
 from moesim.routing import expert_load, rank_loads
+from moesim.saved_tensors import saved_tensors
 from moesim.schedules import SCHEDULES
+from moesim.seats import cpu_node
 from moesim.site import NEUTRAL, Site
 
 LAYER_KINDS = ("dense", "moe")
 ROUTED = ("permute", "etp_gather", "expert_up", "moe_act", "expert_down")
 """Nodes whose kept output has a row for each route received."""
+CPUS = ("x86_64", "aarch64")
+"""Architectures whose kernels keep what a CPU's do."""
 HEADS = ("head", "tied_head", "mtp_head")
 LOAD_MICROBATCHES = 8
 """Microbatches over which skewed routing is averaged: the mean of the maximum settles within a few of them."""
@@ -49,6 +54,9 @@ class Parts:
         self.tasks: dict[tuple[PartKey, str, bool], tuple[Task, ...]] = {}
         self.coverage = (coverage or load_coverage()).factors(stack.name, cluster.gpu.name, features_of(model, cluster, site.proxy_dispatcher))
         self.launch_s = profile.host.launch_s[cluster.gpu.host_cpu] * site.factor("host") * self.coverage.get("host", 1.0)
+        self.node = cpu_node(cluster)
+        self.keeps = saved_tensors(stack.saved_tensors, "cpu" if cluster.gpu.arch in CPUS else "gpu")
+        self.meeting_s = profile.meeting_s(self.node.ranks_per_core) if self.node else 0.0
         self.num_moe = max(1, model.layer_kinds().count("moe")) if model.num_experts else 1
         self.fewest: dict[tuple, int] = {}
         self.worst: dict[tuple, float] = {}
@@ -67,8 +75,9 @@ class Parts:
         recompute = () if base in HEADS else layout.recompute
         common = (base, int(window) if window else None, layout.tp, layout.cp, layout.mb, layout.precision, recompute, layout.graphs, layout.grad)
         if not moe:
-            return PartKey(*common)
-        return PartKey(*common, layout.ep, layout.etp, layout.dispatcher, layout.sms, layout.overlaps("shared"), self.uneven_layers(layout))
+            return PartKey(*common, ep=layout.ep if self.profile.knows_spread else 1)
+        stage = layout.world // layout.pp if self.stack.counts_globally else 1
+        return PartKey(*common, layout.ep, layout.etp, layout.dispatcher, layout.sms, layout.overlaps("shared"), stage, self.uneven_layers(layout))
 
     def ensure(self, wanted: Iterable[tuple[PartKey, object]]) -> None:
         """Build and price every (key, a layout that has it) not known yet, in one pass."""
@@ -108,14 +117,22 @@ class Parts:
         proxy = self.site.proxy_seconds(op.group.instances(self.cluster.domain)) if isinstance(op, Dispatch) else 0.0
         return max(seconds + slower + proxy, 0.05 * seconds), nic + slower
 
-    def uses(self, seconds: float, nvlink: float, nic: float) -> tuple[tuple[str, float], ...]:
-        """Shares of the links, and of the memory that feeds them, that a collective takes at its solo speed."""
+    def uses(self, op: Collective | Dispatch, seconds: float, nvlink: float, nic: float, waits_s: float = 0.0) -> tuple[tuple[str, float], ...]:
+        """Shares of the links, and of the memory that feeds them, that a collective takes at its solo speed; on a CPU, of its cores, which
+        the part of ``seconds`` that it ``waits_s`` for others leaves to them."""
         if seconds <= 0:
             return ()
+        if self.node:
+            works = seconds - waits_s
+            return tuple((name, share * works / seconds) for name, share in self.node.collective(op, nvlink * self.cluster.tiers[0].bytes_per_s, works))
         capacity = {r.name: r.capacity for r in self.cluster.resources}
         # What crosses a link is read from one HBM and written to another: each rank does both.
         hbm = 2.0 * sum(busy * capacity.get(name, 0.0) for name, busy in (("nvlink", nvlink), ("nic", nic))) / capacity.get("hbm", np.inf)
         return tuple((name, min(1.0, busy / seconds)) for name, busy in (("nvlink", nvlink), ("nic", nic), ("hbm", hbm)) if busy > 0)
+
+    def kernel_uses(self, op: Op, seconds: float) -> tuple[tuple[str, float], ...]:
+        """What a memory-bound kernel of the end of the step takes."""
+        return self.node.compute(op.bytes, seconds) if self.node else (("hbm", 1.0),)
 
     def price(self, op: Op) -> tuple:
         if op not in self.prices:
@@ -129,7 +146,7 @@ class Parts:
         # Loads are of the rows requested; a Work's factors are of those that are kept.
         return transformer.Work(
             layout.mb, self.workload.seq_len, layout.precision, self.stack.pointwise_fusion,
-            permutes=self.stack.permutes(layout.dispatcher, layout.ep), saves_expert_output=self.stack.saves_expert_output,
+            permutes=self.stack.permutes(layout.dispatcher, layout.ep), saves_expert_output=self.stack.saves_expert_output, keeps=self.keeps,
             load=load.max_over_mean_rank / kept if load else 1.0,
             max_expert=load.max_over_mean_expert / load.max_over_mean_rank if load else 1.0, kept=kept,
         )
@@ -201,11 +218,20 @@ class Parts:
 
     def _blocks(self, key: PartKey, layout, work: transformer.Work | None = None) -> tuple[Block, Block]:
         forward = axes.shard(_BUILD[key.name](self.model, work or self.work(layout), key.window), layout, self.model)
-        forward = self._host(forward, key)
+        if key.name == "moe" and key.stage > 1:
+            counts = Collective("all_reduce", 4.0 * self.model.num_experts, Group(key.stage))
+            forward = insert_after(forward, "router", Node("balance_counts", "balance_counts", counts, ("router",), stream=COMM, gradient=False))
+        forward = self._host(self._sent(_keys_kept(forward, key.cp) if self.stack.fsdp_every_stage else forward), key)
         # Full recompute is of layers, and no layer makes an embedding again.
         again = frozenset(key.recompute) - ({"full"} if key.name == "embedding" else frozenset())
         adjoint = backward(forward, again, self.stack.backward_launch_ratio)
         return forward, self._accumulate(_weights_before_dispatch(adjoint) if key.hidden_dispatch else adjoint, key)
+
+    def _sent(self, block: Block) -> Block:
+        """Rows as this software's dispatchers send them."""
+        if self.stack.quantised_dispatch:
+            return block
+        return Block(tuple(n.but(op=replace(n.op, bytes_per_element=2.0)) if isinstance(n.op, Dispatch) else n for n in block))
 
     def _host(self, block: Block, key: PartKey) -> Block:
         """Kernel launches and device-to-host waits of this software."""
@@ -254,7 +280,7 @@ class Parts:
         return Block(tuple(nodes))
 
     def _part(self, key: PartKey, forward: Block, adjoint: Block, worst: float = 1.0, room: float = 1.0) -> Part:
-        f, b = self._priced(forward), self._priced(adjoint)
+        f, b = (self._priced(block, key.ep > 1) for block in (forward, adjoint))
         dense, expert = forward.params
         whole_over_tp = sum(n.params for n in forward if not n.expert and n.shard in ("seq", "inner", "none"))
         recompute = frozenset(key.recompute)
@@ -263,27 +289,46 @@ class Parts:
         if key.recompute == ("full",):
             # The layer's input is all that stays; it is the output of the part before, counted here once a layer.
             saved = next((n.saved for n in forward if n.key == "residual1"), 0.0)
-        gradient = max((n.saved for n in forward if n.key != "loss"), default=0.0)
+        gradient = self._largest_gradient(key, forward)
         routed = sum(n.saved for n in forward if n.key in ROUTED and not recomputed(n, recompute)) if saved > 0 and recompute != {"full"} else 0.0
         unused = _weight_shapes(forward) if self.stack.weight_grad_placeholders else 0.0
-        part = Part(key, f, b, dense, whole_over_tp, expert, saved, (whole - saved + gradient) * worst + unused, _buffer(forward) * room, {}, {}, {}, {}, routed)
+        part = Part(key, f, b, dense, whole_over_tp, expert, saved, (whole - saved + gradient) * worst + unused, _buffer(forward) * room, {}, {}, {}, {}, routed, {})
         for letter in "FBIW":
             nodes = nodes_of(part, letter)
             part.compute[letter] = sum(p.seconds for p in nodes if p.node.stream == COMPUTE)
             part.comm[letter] = sum(p.seconds for p in nodes if p.node.stream == COMM)
             part.host[letter] = sum(p.host_s for p in nodes)
+            part.cores[letter] = sum(p.seconds * dict(p.uses).get(CORES, 0.0) for p in nodes) if self.node else 0.0
             part.path[letter] = serial_path(nodes, key.hidden_dispatch)
         return part
 
-    def _priced(self, block: Block) -> tuple[Priced, ...]:
-        return tuple(self._price_node(n) for n in block)
+    def _largest_gradient(self, key: PartKey, forward: Block) -> float:
+        """Bytes that backward needs at once beside what forward kept: without more knowledge, the largest output's gradient."""
+        if key.name in HEADS and self.keeps.loss.chunk:
+            return self._mask_bytes(key) + transformer.loss_room(self.model, transformer.Work(key.mb, self.workload.seq_len, keeps=self.keeps), key.tp, key.cp)
+        if self.stack.fsdp_every_stage:
+            return _walked(forward) + self._mask_bytes(key)
+        return max((n.saved for n in forward if n.key != "loss"), default=0.0)
 
-    def _price_node(self, node: Node) -> Priced:
+    def _mask_bytes(self, key: PartKey) -> float:
+        """Which keys each query of a rank sees, a byte a pair: under context parallelism its two chunks are no plain triangle."""
+        return self.workload.seq_len**2 / key.cp if key.cp > 1 and self.stack.fsdp_every_stage else 0.0
+
+    def _priced(self, block: Block, is_spread: bool) -> tuple[Priced, ...]:
+        together = Counter((n.role, n.phase) for n in block)
+        return tuple(self._price_node(n, 1.0 / together[n.role, n.phase], is_spread) for n in block)
+
+    def _price_node(self, node: Node, share: float, is_spread: bool) -> Priced:
+        """``share``: what part of its role's work in this block the node is, by count. ``is_spread``: experts lie on several ranks."""
         op, times = self.kernel(node.op)
         seconds, nvlink, nic, sms, term, provenance = self.prices[op]
-        seconds *= self.coverage.get(coverage_kind(node.role, term), 1.0)
-        uses = self.uses(seconds, nvlink, nic) if node.stream == COMM else ()
-        return Priced(node, seconds * times, sms, term, provenance, node.launches * self.launch_s, uses)
+        # No software is faster than the wire.
+        seconds = max(seconds * self.coverage.get(coverage_kind(node.role, term), 1.0), nvlink, nic)
+        seconds = self.profile.in_step_seconds(node.role, node.phase, seconds * times, share, is_spread)
+        waits = self.meeting_s if node.stream == COMM and seconds > 0 else 0.0
+        seconds += waits
+        uses = self.uses(node.op, seconds / times, nvlink, nic, waits) if node.stream == COMM else self.node.compute(op.bytes * times, seconds) if self.node else ()
+        return Priced(node, seconds, sms, term, provenance, node.launches * self.launch_s, uses, bool(self.node) and self.node.may_starve(uses))
 
     def kernel(self, op: Op) -> tuple[Op, int]:
         """What this software launches for an op, and how often: a stack without grouped kernels runs one GEMM an expert."""
@@ -331,6 +376,29 @@ def layer_parts(name: str, model) -> tuple[str, ...]:
 def _weight_shapes(block: Block) -> float:
     """Bytes of one bf16 tensor for each weight's shape; experts share one."""
     return sum(2.0 * n.op.n * n.op.k for n in block if n.params and isinstance(n.op, (Gemm, GroupedGemm)))
+
+
+def _keys_kept(forward: Block, cp: int) -> Block:
+    """Keys and values of the whole sequence are what attention's backward reads where context parallelism gathers them; this rank's own keys,
+    half of its share of those, are then not kept apart."""
+    return Block(tuple(n.but(saved=n.op.bytes * (1.0 - 0.5 / cp)) if n.key == "cp_gather" else n for n in forward))
+
+
+def _walked(forward: Block) -> float:
+    """Most bytes of gradients that a walk back through a part holds beyond the kept outputs it has let go: at each node the gradient of its
+    output and of its input, and the residual stream's."""
+    made = [(_output_bytes(n), n.saved) for n in forward if n.stream == COMPUTE and (n.saved or isinstance(n.op, (Gemm, GroupedGemm)))]
+    most = gone = 0.0
+    for i, (output, saved) in reversed(list(enumerate(made))):
+        most = max(most, output + (made[i - 1][0] if i else 0.0) - gone)
+        gone += saved
+    return most
+
+
+def _output_bytes(node: Node) -> float:
+    """Bytes of a node's output in bf16, as far as its op or what is kept of it says."""
+    op = node.op
+    return 2.0 * (op.m if isinstance(op, Gemm) else op.rows) * op.n if isinstance(op, (Gemm, GroupedGemm)) else node.saved
 
 
 def _buffer(block: Block) -> float:

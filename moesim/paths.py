@@ -7,7 +7,8 @@ is the reference that tests hold this file to.
 Rules beyond `moesim.program`: a gate holds every stream of the rank at the entry it opens; the run-ahead limit holds the
 epilogue as if it were the entry after the last; transfers leave a rank in the order of its entries, activations on
 "send_next", gradients on "send_prev"; a fused run starts at max(ready, issue + lag_s - seconds), so its end is exact; a gate
-opens when its prologue task has ended; an entry is played when both its inputs are known.
+opens when its prologue task has ended; an entry is played when both its inputs are known. A step is never shorter than what the
+ranks of a node take of its cores and memory, over what it has (`moesim.node`): that counts where ranks outnumber cores.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from moesim.maxplus import Board, costs_of, reduce, shape
+from moesim.node import busy_seconds
 from moesim.play import play
 from moesim.program import Body, Program
 from moesim.wiring import check
@@ -35,7 +37,7 @@ def step_seconds(programs: Sequence[Program]) -> np.ndarray:
         for start in range(0, len(members), _BLOCK):
             block = members[start : start + _BLOCK]
             seconds[block] = _play_batch([programs[i] for i in block])
-    return seconds
+    return np.maximum(seconds, [busy_seconds(program, check(program))[0] for program in programs]) if any(p.shared for p in programs) else seconds
 
 
 def step_draws(program: Program, multipliers: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -46,7 +48,8 @@ def step_draws(program: Program, multipliers: Mapping[str, np.ndarray]) -> np.nd
     seconds = np.empty(num_draws)
     for start in range(0, num_draws, _BLOCK):
         block = slice(start, start + _BLOCK)
-        seconds[block] = _play_batch([program], {term: np.asarray(draws)[block] for term, draws in multipliers.items()})
+        draws = {term: np.asarray(factors)[block] for term, factors in multipliers.items()}
+        seconds[block] = np.maximum(_play_batch([program], draws), busy_seconds(program, check(program), draws))
     return seconds
 
 

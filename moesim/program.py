@@ -17,6 +17,8 @@ kernel, or a run of kernels on one stream fused into one. Everything about order
 * epilogue: per rank, tasks after the last action. ``after`` = local chunk whose last backward (B or W) must have ended, -1 for
   none. A task with ``barrier`` = b starts only when every rank has reached its task with that barrier number (gradient-norm
   all-reduce): all of them start together. The step ends when every rank's epilogue has ended.
+* shared: what the ranks of one node share (processor cores, memory bandwidth): name -> capacity of one node, in the unit of the
+  tasks' ``uses``. A name in ``uses`` that is not there belongs to the rank and has capacity 1. ``seats`` says which ranks share.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Task:
     seconds: solo duration of the run. host_s: host time to issue all of it. lag_s: least time from the moment the host starts
     issuing the run to its end on a free stream; for one kernel host_s + seconds, for a fused run the maximum over its kernels
     i of (host time up to and including i) + (device time from i on).
-    uses: (resource name, share of its capacity taken at solo speed). sms: SMs held while running (0 = takes what is left).
+    uses: (resource name, what is taken of it at solo speed: a share of its capacity, or of ``Program.shared`` so many units).
+    sms: SMs held while running (0 = takes what is left).
     """
 
     name: str
@@ -109,6 +112,20 @@ class CoRun:
     gamma: float
 
 
+CORES = "cores"
+"""The shared resource that ranks may be pinned to units of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a played rank sits: its node, how many identical ranks of that node it stands for (itself included), and how many of
+    them are pinned to each core there; () = the scheduler of the node moves them as it likes."""
+
+    node: int = 0
+    peers: int = 1
+    pins: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True)
 class Program:
     orders: tuple[tuple[Entry, ...], ...]
@@ -129,7 +146,41 @@ class Program:
     peers: int = 1
     """Ranks played per pipeline rank: rank r*peers + j holds the same virtual stages as pipeline rank r. 1 = representative."""
     labels: Mapping[str, str] = field(default_factory=dict)
+    shared: Mapping[str, float] = field(default_factory=dict)
+    """What the ranks of a node share: name -> capacity of one node."""
+    seats: tuple[Seat, ...] = ()
+    """One for each rank; () = all on one node, each for itself. Matters only where something is shared."""
 
     @property
     def num_ranks(self) -> int:
         return len(self.orders)
+
+    def seat(self, rank: int) -> Seat:
+        return self.seats[rank] if self.seats else Seat()
+
+
+def interleave(a: Body, b: Body) -> Body:
+    """Two bodies as one overlapped pair: their pieces alternate, so that one's collectives stand under the other's compute.
+
+    Each body keeps its own order and waits; pieces of the longer one are spread evenly over the shorter.
+    """
+    pieces = [_pieces(a), _pieces(b)]
+    order = sorted([(i / max(1, len(p)), side, i) for side, p in enumerate(pieces) for i in range(len(p))])
+    where: list[dict[int, int]] = [{}, {}]
+    out: list[Task] = []
+    for _, side, i in order:
+        for old in pieces[side][i]:
+            where[side][old] = len(out)
+            task = (a, b)[side][old]
+            out.append(task.with_deps(tuple([where[side][d] for d in task.deps])))
+    return tuple(out)
+
+
+def _pieces(body: Body) -> list[list[int]]:
+    """Task indices in pieces of a run of compute and the collectives behind it: what computes next waits for those."""
+    cuts: list[list[int]] = []
+    for i, task in enumerate(body):
+        if not cuts or (task.stream == COMPUTE and any(body[k].stream == COMM for k in cuts[-1])):
+            cuts.append([])
+        cuts[-1].append(i)
+    return cuts

@@ -52,6 +52,7 @@ class Rank:
         self.why: list[tuple[str, float]] = [("start", 0.0)] * len(STREAMS)
         self.group: list = [None] * len(STREAMS)
         self.is_slowed = False
+        self.node = None
         self.is_stale = False  # what runs has changed since rates were last looked up
         self.time = 0.0
         self.run_from = -1  # first task of a chain that is being played as one event
@@ -71,6 +72,11 @@ class Rank:
             self._advance(lane)
         self._issue()
         self._look_all()
+
+    def share(self, node) -> None:
+        """What runs here depends on other ranks of the node at any time: no running ahead of the clock."""
+        self.node, self.may_chain = node, False
+        self.num_coupled += 1
 
     def _gates(self, program: Program) -> list[tuple[int, ...]]:
         """By entry, the prologue tasks that hold the streams there."""
@@ -281,7 +287,7 @@ class Rank:
         self.rate[lane] = 1.0
         self.due[lane] = NEVER if group else time + seconds
         if lane >= SEND_NEXT:
-            self.running[lane] = self.sends[lane - SEND_NEXT][1]
+            self.running[lane] = self.sends[lane - SEND_NEXT][1] if self.node is None else self._number_of_send(lane)
         else:
             entry = self.entries[self.entry[lane]]
             self.running[lane] = entry.signature[entry.lanes[lane][self.index[lane]]]
@@ -289,24 +295,35 @@ class Rank:
         if group:
             self.rate[lane], self.is_slowed = 0.0, True  # so that _retime tells the group its rate
 
+    def _number_of_send(self, lane: int) -> int:
+        slot = self.outbox[lane - SEND_NEXT][self.num_sent[lane - SEND_NEXT]]
+        return self.world.number_of_send(lane, self.wires.rank[self.wires.target[slot] >> 1])
+
     def _retime(self, time: float) -> None:
         """Gives every running task the rate that belongs to what runs now."""
-        found = self.rates(tuple(self.running))
+        self.is_stale = False
+        if self.node is not None:
+            self.node.refresh(time)
+        else:
+            self.take(self.rates(tuple(self.running)), time)
+
+    def take(self, found: tuple[float, ...] | None, time: float) -> bool:
+        """Goes on at the rates `found`, by lane (None: all at solo speed). Whether that changed anything."""
         if found is None and not self.is_slowed:
-            self.is_stale = False
-            return
-        self.is_slowed, self.is_stale = found is not None, False
+            return False
+        self.is_slowed, changed = found is not None, False
         for lane in range(len(STREAMS)):
             new, old = found[lane] if found else 1.0, self.rate[lane]
             if self.state[lane] != _BUSY or new == old:
                 continue
-            self.rate[lane] = new
+            self.rate[lane], changed = new, True
             if group := self.group[lane]:
                 group.grant(self.number, new, time)
                 continue
             if old:
                 self.left[lane] = (self.due[lane] - time) * old
             self.due[lane] = time + self.left[lane] / new if new else NEVER
+        return changed
 
     def finish(self, lane: int, time: float) -> None:
         """Ends what runs on a lane and looks at what may start now."""

@@ -17,15 +17,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from moesim.program import COMM, COMPUTE, DATA, REDUCE, SEND_NEXT, SEND_PREV, STREAMS, Program
 from moesim.wiring import AT_EPILOGUE, AT_PROLOGUE, actions
 
 Terms = tuple[tuple[str, str, float], ...]
+Lasting = TypeVar("Lasting")
+"""What has a start and an end."""
 EPILOGUE = "epilogue"
 
 Record = tuple[int, int, int, float, float, str, float]
@@ -116,7 +118,7 @@ def breakdown(timeline: Timeline, rank: int) -> dict[str, float]:
     compute = timeline.lane(rank, COMPUTE)
     for span in compute:
         _add_compute(parts, span)
-    for start, end, waiting in _gaps(compute, timeline.makespan):
+    for start, end, waiting in gaps(compute, timeline.makespan):
         _add_gap(parts, timeline, rank, start, end, waiting)
     return {role: seconds for role, seconds in parts.items() if seconds > 0.0}
 
@@ -161,7 +163,8 @@ def _next_cause(lanes: list[list[Span]], time: float) -> str:
     return min(coming, key=lambda span: span.start).cause if coming else ""
 
 
-def _gaps(lane: list[Span], makespan: float) -> Iterator[tuple[float, float, Span | None]]:
+def gaps(lane: Sequence[Lasting], makespan: float) -> Iterator[tuple[float, float, Lasting | None]]:
+    """(start, end, what ends it) of every time in which nothing of a lane, ordered by start, runs; None at the end of the step."""
     time = 0.0
     for span in lane:
         if span.start > time:

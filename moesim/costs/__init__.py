@@ -1,6 +1,8 @@
 """Which cost model prices which kind of kernel? (name -> module with PARAMETERS and a vectorised ``seconds``)"""
 
-from moesim.costs import attention, collectives, dispatch, fused_ffn, gemm, grouped_gemm, memory_bound
+from moesim.costs import (
+    attention, collectives, core_attention, core_gemm, core_grouped_gemm, core_memory, dispatch, fused_ffn, gemm, grouped_gemm, memory_bound,
+)
 
 COSTS = {
     "gemm": gemm,
@@ -10,4 +12,8 @@ COSTS = {
     "memory_bound": memory_bound,
     "collectives": collectives,
     "dispatch": dispatch,
+    "core_gemm": core_gemm,
+    "core_grouped_gemm": core_grouped_gemm,
+    "core_attention": core_attention,
+    "core_memory": core_memory,
 }

@@ -25,6 +25,9 @@ PARAMETERS = (
     Parameter("pair_efficiency", "share of NVLink", 0.2, 1.0, 0.83),
     Parameter("ring_nics", "NICs a domain", 1.0, 256.0, 16.0),
 )
+PROTOCOLS = ((0.15, 0.675, 0.25), (0.475, 1.0, 0.92), (0.85, 3.5, 1.0))
+"""Of NCCL's LL, LL128 and Simple rings: a step over NVLink and one over the network, in those of LL128 over the network (4 us), and the
+share of the bandwidth each leaves (https://github.com/NVIDIA/nccl/blob/5067397c26/src/graph/tuning.cc)."""
 
 
 class Curve(NamedTuple):
@@ -93,7 +96,7 @@ def seconds(params, curves: Mapping[str, Mapping[int, Curve]], kind: str, num_by
     inside, outside = reach.inside.astype(float), reach.outside.astype(float)
     members = inside * outside
     if kind == "send_recv":
-        return _send(params, num_bytes, reach)
+        return _send(params, curves.get(kind, {}), num_bytes, reach)
     nv_bytes, nic_bytes = leg_bytes(params, kind, num_bytes, inside, outside)
     nv = np.zeros_like(members)
     local = inside > 1
@@ -103,32 +106,43 @@ def seconds(params, curves: Mapping[str, Mapping[int, Curve]], kind: str, num_by
     ring = params["ring_efficiency"] * np.maximum(outside / 2, 1.0) ** -params["decay"]
     efficiency = params["all_to_all_efficiency"] if kind == "all_to_all" else ring
     nic = nic_bytes / (reach.nic * efficiency)
-    latency = np.where(outside > 1, _hops(params, kind, outside) + reach.latency * np.log2(np.maximum(outside, 1.0)), 0.0)
-    total = latency + (nv**3 + nic**3) ** (1 / 3)
+    latency = np.where(outside > 1, reach.latency * np.log2(np.maximum(outside, 1.0)), 0.0)
+    total = latency + _with_hops(params, kind, (nv**3 + nic**3) ** (1 / 3), inside, outside)
     total = np.where(members > 1, np.maximum(total, np.maximum(nv_bytes / reach.nvlink, nic_bytes / reach.nic)), 0.0)
     return total, nv_bytes / reach.nvlink, nic_bytes / reach.nic
 
 
 def leg_bytes(params, kind: str, num_bytes, inside, outside):
-    """(bytes a GPU sends over NVLink, bytes its NIC sends). Conserves the total of the algorithm."""
+    """(bytes a GPU sends over NVLink, bytes its NIC sends). In a ring every member sends the same to the next one, so what crosses a
+    domain's border is what each sends, over the domain's NICs; two domains reduce over a tree, which the border sees once
+    (https://github.com/NVIDIA/nccl-tests/issues/196)."""
     members = inside * outside
     if kind == "all_to_all":
         return num_bytes * (inside - 1) / members, num_bytes * (members - inside) / members
     factor = 2.0 if kind == "all_reduce" else 1.0
-    crossing = factor * num_bytes * (outside - 1) / outside / np.minimum(inside, params["ring_nics"])
-    return np.where(inside > 1, factor * num_bytes * (members - 1) / members, 0.0), crossing
+    ring = factor * num_bytes * (members - 1) / members
+    # Over a tree of two domains each half is sent once, up or down.
+    crossing = np.where((outside == 2) & (factor == 2.0), num_bytes, np.where(outside > 1, ring, 0.0))
+    return np.where(inside > 1, ring, 0.0), crossing / np.minimum(inside, params["ring_nics"])
 
 
-def _hops(params, kind: str, outside):
+def _with_hops(params, kind: str, moving, inside, outside):
+    """Seconds of the bytes and of the hops they take. A ring's are those of the fastest protocol: low latency costs bandwidth."""
     if kind == "all_reduce":
-        return 2 * params["tree_step_s"] * np.log2(outside)
-    if kind == "all_to_all":
-        return params["all_to_all_s"] * np.ones_like(outside)
-    return params["ring_step_s"] * (outside - 1)
+        hops = 2 * params["tree_step_s"] * np.log2(outside)
+    elif kind == "all_to_all":
+        hops = params["all_to_all_s"] * np.ones_like(outside)
+    else:
+        ways = [moving / share + params["ring_step_s"] * (far * (outside - 1) + near * outside * (inside - 1)) for near, far, share in PROTOCOLS]
+        return np.where(outside > 1, np.minimum.reduce(ways), moving)
+    return moving + np.where(outside > 1, hops, 0.0)
 
 
-def _send(params, num_bytes, reach: Reach):
+def _send(params, curves: Mapping[int, Curve], num_bytes, reach: Reach):
+    """One rank to another: as measured between two where that was, else at a share of the link's rate."""
     far = reach.outside > 1
     rate = np.where(far, reach.nic * params["all_to_all_efficiency"], reach.nvlink * params["pair_efficiency"])
     total = params["send_s"] + np.where(far, reach.latency, 0.0) + num_bytes / rate
+    if curves:
+        total = np.where(far, total, curve_seconds(curves[min(curves)], num_bytes))
     return total, np.where(far, 0.0, num_bytes / reach.nvlink), np.where(far, num_bytes / reach.nic, 0.0)

@@ -38,7 +38,7 @@ def seconds(params, routes: Routes, reach: Reach):
     """(seconds, NVLink busy seconds, NIC busy seconds) of a device-side dispatcher; arrays, one value an op.
 
     The NVLink leg is limited by what ``sms`` SMs copy and by the link, in series; the NIC leg by the rank's own NIC; the
-    two are pipelined, so the slower one counts.
+    two are pipelined, as well as those of a collective.
     ``relay``: share of the SMs' rate left for the NVLink leg while some of them feed the NIC.
     ``copy_bytes``: what handling one copy costs beside its bytes (metadata, signals).
     Positive, monotone in tokens and token_bytes, never faster than either wire.
@@ -54,6 +54,6 @@ def seconds(params, routes: Routes, reach: Reach):
     nv = copies * (routes.token_bytes + params["copy_bytes"]) / copy_rate
     nic = nic_bytes / (reach.nic * params["nic_efficiency"])
     far = np.where(outside > 1, params["network_s"] + reach.latency, 0.0)
-    total = params["fixed_s"] + far + np.maximum(nv, nic)
+    total = params["fixed_s"] + far + (nv**3 + nic**3) ** (1 / 3)
     alone = inside * outside <= 1
     return np.where(alone, 0.0, total), nv_bytes / reach.nvlink, nic_bytes / reach.nic
