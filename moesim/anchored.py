@@ -8,17 +8,22 @@ from typing import Mapping, Sequence
 
 from moesim import paths
 from moesim.anchors import PRIORS, fit_anchors, load_anchors
+from moesim.coverage import Coverage
 from moesim.evaluate import Evaluator, Quick
+from moesim.parts import Parts
+from moesim.profile import load_profile
 from moesim.runs import Run
 from moesim.site import NEUTRAL, Site
 
 
 @dataclass(frozen=True)
 class RunSimulator:
-    """Run -> Quick; ``sites`` holds refitted constants by site name. Picklable, so that processes can share it. Runs that pose one
-    question are simulated once, and those that differ in layout or batch share priced parts."""
+    """Run -> Quick; ``sites`` holds refitted constants by site name, ``coverage`` kernel factors in place of the shipped ones.
+    Picklable, so that processes can share it. Runs that pose one question are simulated once, and those that differ in layout or
+    batch share priced parts."""
 
     sites: Mapping[str, Site] = field(default_factory=dict)
+    coverage: Coverage | None = None
 
     def __call__(self, run: Run) -> Quick:
         key, evaluator = self._evaluator(run)
@@ -41,11 +46,13 @@ class RunSimulator:
         """What its priced parts depend on, and an evaluator that has them."""
         site, scenario = replace(self.sites.get(run.site, NEUTRAL), proxy_dispatcher=run.proxy_dispatcher), run.scenario()
         workload = run.workload.model_copy(update={"global_batch_tokens": run.workload.seq_len})
-        key = repr((run.model, run.cluster, workload, run.stack.name, site))
+        key = repr((run.model, run.cluster, workload, run.stack.name, site, self.coverage))
         if key not in _EVALUATORS:
             while len(_EVALUATORS) >= NUM_KEPT:
                 _EVALUATORS.pop(next(iter(_EVALUATORS)))
-            _EVALUATORS[key] = Evaluator(scenario, stack=run.stack, site=site)
+            profile = load_profile(run.cluster.gpu.profile)
+            parts = Parts(run.model, run.cluster, run.workload, run.stack, profile, site, self.coverage)
+            _EVALUATORS[key] = Evaluator(scenario, profile, run.stack, site=site, parts=parts)
         return key, _EVALUATORS[key].for_scenario(scenario)
 
 
@@ -55,12 +62,13 @@ _EVALUATORS: dict[str, Evaluator] = {}
 _ANSWERS: dict[tuple[str, int, str], Quick] = {}
 
 
-def fit_site(runs: Sequence[Run]) -> Site:
-    """Constants of one site from its measured runs. Constants that none of the runs exercises stay at 1."""
+def fit_site(runs: Sequence[Run], coverage: Coverage | None = None) -> Site:
+    """Constants of one site from its measured runs, over kernel factors that may be others than the shipped ones. Constants that none
+    of the runs exercises stay at 1."""
     contention: dict[str, float] = {}
 
     def rates(multipliers: Mapping[str, float]) -> list[float]:
-        return [RunSimulator({run.site: Site(multipliers)}).rate(run, contention) for run in runs]
+        return [RunSimulator({run.site: Site(multipliers)}, coverage).rate(run, contention) for run in runs]
 
     touched = {name: sigma for name, sigma in PRIORS.items() if name != "proxy" or any(run.proxy_dispatcher for run in runs)}
     found = fit_anchors([run.measured.tokens_per_s_per_gpu for run in runs], rates, touched)

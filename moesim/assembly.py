@@ -24,7 +24,7 @@ from moesim.axes import pipeline
 from moesim.layout import Layout, num_microbatches
 from moesim.ops import Collective, Group, MemoryBound
 from moesim.parts import Parts, layer_parts
-from moesim.program import COMM, COMPUTE, DATA, REDUCE, Body, CoRun, Program, Task, Transfer
+from moesim.program import COMM, COMPUTE, DATA, REDUCE, Body, CoRun, Program, Task, Transfer, interleave
 from moesim.schedules import SCHEDULES, Action, Pair, flatten
 
 MAX_BODIES = 4096
@@ -115,7 +115,7 @@ class Build:
         index = tuple(self.index_of(r) for r in range(self.layout.pp))
         return Program(
             orders=self.orders, placement=self.placement, body_index=index, bodies=tuple(self.bodies),
-            epilogue=tuple(self._epilogue(r) for r in range(self.layout.pp)), **self.surroundings(self.bodies),
+            epilogue=tuple(self._epilogue(r) for r in range(self.layout.pp)), **self.surroundings(self.bodies), **self.sharing(self.layout.pp),
         )
 
     def index_of(self, rank: int) -> tuple[int, ...]:
@@ -132,12 +132,17 @@ class Build:
             "gammas": self.maker.gammas, "num_sms": self.maker.num_sms,
         }
 
+    def sharing(self, num_played: int) -> dict:
+        """What the ranks of a node share, and where each of the ``num_played`` ranks sits."""
+        node = self.parts.node
+        return {"shared": node.shared, "seats": node.seats(num_played, self.layout.world // num_played)} if node else {}
+
     def _transfer(self, size: float) -> Transfer | None:
         if self.layout.pp == 1:
             return None
         op = Collective("send_recv", size, Group(2, self.layout.groups["pp"].stride))
         seconds, nvlink, nic, *_ = self.parts.price(op)
-        return Transfer(seconds, self.parts.uses(seconds, nvlink, nic), op)
+        return Transfer(seconds, self.parts.uses(op, seconds, nvlink, nic), op)
 
     def _marks(self, split: bool) -> tuple[set[Action], set[Action]]:
         """First forward and last gradient-completing action of every virtual stage."""
@@ -204,17 +209,21 @@ class Build:
         made: list[tuple[int, ...]] = []
         released: list[int] = []
         reductions: list[tuple[int, ...]] = []
+        waiting: list[tuple[str, ...]] = []
         for i, unit in enumerate(units):
             while gathers and len(made) <= min(i + ahead, len(units) - 1):
-                made.append(self._gather(tape, units[len(made)], released, len(made)))
+                bucket = self._bucket(units[len(made):], first)
+                made += [self._gather(tape, _merged(bucket)[0], released, len(made))] * len(bucket)
             tape.wait(made[i] if gathers else ())
             if gathers and self.sharded:
                 self._copy(tape, "param_copy_out", self.parts.stack.fsdp_copy_out_bytes, unit)
             for name in unit:
                 tape.part(self._tasks(name, key, i if letter == "F" else len(units) - 1 - i))
             released.append(tape.last)
-            if reduces:
-                reductions.append(self._reduce(tape, unit, reductions, replicas=reduces == "all"))
+            waiting.append(unit)
+            if reduces and (i == len(units) - 1 or len(self._bucket([*waiting, unit], first)) == len(waiting)):
+                reductions.append(self._reduce(tape, _merged(waiting)[0], reductions, replicas=reduces == "all"))
+                waiting = []
         if tape.last < 0:
             # A stage without layers passes on what it gets.
             tape.add(Task("pass", "memory_bound", COMPUTE, 0.0))
@@ -224,6 +233,21 @@ class Build:
     def _tasks(self, name: str, key: tuple, unit: int) -> tuple[Task, ...]:
         """Runs of one part in the body of ``key``; ``unit`` counts the body's layers in forward order."""
         return self.parts.runs(self.parts.get(name, self.layout), key[2], self.maker.fuse)
+
+    def _bucket(self, units: list[tuple[str, ...]], first: bool) -> list[tuple[str, ...]]:
+        """The units at the head of ``units`` whose weights and gradients travel as one: as many as fill a bucket of this software; a
+        whole chunk behind the first stage, where the rest of the pipeline hides it."""
+        stack = self.parts.stack
+        if self.sharded or not stack.bucket_params:
+            return units[:1]
+        full = max(stack.bucket_params, stack.bucket_params_per_rank * self.layout.groups["shard"].size) if first else float("inf")
+        dense = expert = 0.0
+        for count, unit in enumerate(units, start=1):
+            more = self.unit_params(unit)
+            dense, expert = dense + more[0], expert + more[1]
+            if max(dense, expert) >= full:
+                return units[:count]
+        return units
 
     def _prefetch(self, num_units: int) -> int:
         return self.layout.prefetch if self.sharded else num_units
@@ -269,7 +293,9 @@ class Build:
     def _copy(self, tape: "Tape", role: str, width: float, unit) -> None:
         """Copy between the parameters of one unit and the one buffer that its collective works on."""
         if self.gather_ops(unit) and width:
-            tape.part((self._kernel(role, width * sum(self.unit_params(unit)), kind="copy"),))
+            # Of a microbatch's bookkeeping each unit's forward and backward has its part.
+            share = 0.5 / max(1, sum(count for stage in self.contents for _, count in stage) // self.layout.pp)
+            tape.part((self._kernel(role, width * sum(self.unit_params(unit)), kind="copy", times=share),))
 
     def _reduce(self, tape: "Tape", unit, before: list[tuple[int, ...]], replicas: bool) -> tuple[int, ...]:
         ops = self.reduce_ops(unit, replicas)
@@ -284,18 +310,22 @@ class Build:
 
     def _collective(self, role: str, op: Collective, stream: int, deps=(), **kw) -> Task:
         seconds, nvlink, nic, sms, term, _ = self.parts.price(op)
+        seconds = self.parts.profile.in_step_seconds(role, "X", seconds, is_spread=self.layout.ep > 1)
         if role in END_OF_STEP and not self.sharded:
             seconds, nvlink, nic = (x * self.parts.site.factor("end_of_step") for x in (seconds, nvlink, nic))
-        return Task(role, "collective", stream, seconds, self._issue_s(), deps=deps, uses=self.parts.uses(seconds, nvlink, nic), sms=sms,
+        waits = 0.0 if self.sharded else self.parts.meeting_s
+        seconds += waits
+        return Task(role, "collective", stream, seconds, self._issue_s(), deps=deps, uses=self.parts.uses(op, seconds, nvlink, nic, waits), sms=sms,
                     terms=((role, term, seconds),), ops=(op,), **kw)
 
     def _issue_s(self) -> float:
         return 0.0 if self.layout.graphs == "full" else self.parts.launch_s
 
-    def _kernel(self, role: str, moved: float, deps=(), kind: str = "optimizer", **kw) -> Task:
+    def _kernel(self, role: str, moved: float, deps=(), kind: str = "optimizer", times: float = 1.0, **kw) -> Task:
         op = MemoryBound(kind, moved)
         seconds, *_, term, _ = self.parts.price(op)
-        return Task(role, "memory_bound", COMPUTE, seconds, self._issue_s(), deps=deps, uses=(("hbm", 1.0),), terms=((role, term, seconds),), ops=(op,), **kw)
+        seconds = self.parts.profile.in_step_seconds(role, "S", seconds, times)
+        return Task(role, "memory_bound", COMPUTE, seconds, self._issue_s(), deps=deps, uses=self.parts.kernel_uses(op, seconds), terms=((role, term, seconds),), ops=(op,), **kw)
 
     def rank_units(self, rank: int) -> list[tuple[str, ...]]:
         """FSDP units of everything a pipeline rank holds, in reverse (gradients become ready from the last layer on)."""
@@ -313,8 +343,14 @@ class Build:
         l, tape, units = self.layout, Tape(), self.rank_units(rank)
         tape.add(Task("drain", "memory_bound", COMPUTE, 0.0))
         in_step = l.zero == 2 or self.sharded or l.overlaps("grad")
-        for unit in [] if in_step else _merged(units):
-            self._reduce_bucket(tape, unit)
+        buffered = self.parts.stack.fsdp_every_stage and not self.sharded
+        whole = sum(sum(self.unit_params(unit)) for unit in units) if buffered else 0.0
+        after = 0
+        if whole:
+            after = tape.add(self._kernel("grad_copy_in", self.parts.stack.fsdp_copy_in_bytes * whole * (self.num_mb if l.zero == 2 else 1), kind="copy"))
+        buckets = units if self.parts.stack.fsdp_every_stage else _merged(units)
+        for unit in [] if in_step else buckets:
+            self._reduce_bucket(tape, unit, after)
         self._small(tape, rank)
         reduced = tape.add(Task("grads_reduced", "memory_bound", REDUCE, 0.0))
         shard = self.shard_params(rank)
@@ -322,16 +358,19 @@ class Build:
         total = tape.add(self._collective("grad_norm", Collective("all_reduce", 8.0, l.groups["world"]), COMM, (norm,), barrier=0))
         traffic = OPTIMIZER_BYTES[l.optimizer] + GRAD_BYTES[l.grad]
         step = tape.add(replace(self._kernel("optimizer", traffic * shard, (total,)), blocks_host=True))
+        if whole:
+            tape.add(self._kernel("param_copy_out", (self.parts.stack.fsdp_cast_bytes + self.parts.stack.fsdp_copy_out_bytes) * whole, kind="copy",
+                                  times=self.num_mb))
         if l.zero in (1, 2) or (l.zero == 3 and not l.reshard):
-            for unit in [] if l.overlaps("param") else _merged(units):
+            for unit in [] if l.overlaps("param") else buckets:
                 for op in self.gather_ops(unit):
                     tape.add(self._collective("param_gather", op, DATA, (step,)))
         tape.add(Task("between_steps", "memory_bound", COMPUTE, 0.0, host_s=self.parts.stack.end_of_step_s))
         return tuple(tape.tasks)
 
-    def _reduce_bucket(self, tape: "Tape", units: tuple[str, ...]) -> None:
+    def _reduce_bucket(self, tape: "Tape", units: tuple[str, ...], after: int) -> None:
         for op in self.reduce_ops(units):
-            tape.add(self._collective("grad_reduce", op, REDUCE, (0,)))
+            tape.add(self._collective("grad_reduce", op, REDUCE, (after,)))
 
     def _small(self, tape: "Tape", rank: int) -> None:
         """Collectives that carry few bytes and still cost their latency: gradients of what tensor-parallel ranks hold whole, the tied
@@ -403,33 +442,6 @@ class Tape:
         if first >= 0 and gives:
             tasks[self.last] = replace(tasks[self.last], output=slot)
         return tuple(tasks)
-
-
-def interleave(a: Body, b: Body) -> Body:
-    """Two bodies as one overlapped pair: their pieces alternate, so that one's collectives stand under the other's compute.
-
-    Each body keeps its own order and waits; pieces of the longer one are spread evenly over the shorter.
-    """
-    pieces = [_pieces(a), _pieces(b)]
-    order = sorted([(i / max(1, len(p)), side, i) for side, p in enumerate(pieces) for i in range(len(p))])
-    where: list[dict[int, int]] = [{}, {}]
-    out: list[Task] = []
-    for _, side, i in order:
-        for old in pieces[side][i]:
-            where[side][old] = len(out)
-            task = (a, b)[side][old]
-            out.append(task.with_deps(tuple([where[side][d] for d in task.deps])))
-    return tuple(out)
-
-
-def _pieces(body: Body) -> list[list[int]]:
-    """Task indices in pieces of a run of compute and the collectives behind it: what computes next waits for those."""
-    cuts: list[list[int]] = []
-    for i, task in enumerate(body):
-        if not cuts or (task.stream == COMPUTE and any(body[k].stream == COMM for k in cuts[-1])):
-            cuts.append([])
-        cuts[-1].append(i)
-    return cuts
 
 
 __all__ = ["Assembler", "Build", "interleave", "orders_of"]

@@ -15,6 +15,7 @@ import numpy as np
 
 from moesim.critical import PAIR_TIMES, Columns, CriticalPaths, PairKind, Structure, critical_paths, paths_of
 from moesim.maxplus import END, HOST, IN, NEVER, OUT, Board, costs_of, reduce
+from moesim.node import busy_seconds
 from moesim.program import COMPUTE, Program
 from moesim.schedules import LETTERS
 from moesim.wiring import Wiring, actions, check
@@ -129,7 +130,7 @@ def step_bound(program: Program) -> float:
     matrices = [reduce(body, costs_of([body], None))[:, :, 0] for body in program.bodies]
     through = float(screen(paths, _times_of(program, paths.columns, wires, matrices), paths.num_microbatches)[0])
     alone = max(sum((np.diag(matrices[k])[:IN] for k in indices), np.zeros(IN)).max() for indices in program.body_index)
-    return max(_before(program, wires) + through + _after(program, wires), float(alone))
+    return max(_before(program, wires) + through + _after(program, wires), float(alone), float(busy_seconds(program, wires)[0]))
 
 
 def _times_of(program: Program, columns: Columns, wires: Wiring, matrices: list[np.ndarray]) -> np.ndarray:

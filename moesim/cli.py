@@ -1,4 +1,4 @@
-"""Which commands does a person type? (plan | simulate | ops | predict | schema | validate: inputs and outputs only.)
+"""Which commands does a person type? (plan | simulate | advise | ops | predict | schema | validate: inputs and outputs only.)
 
 Exit codes: 0 done; 2 bad input, one line on stderr and no output file; 3 nothing fits (the table of reasons is still printed);
 130 interrupted. Nothing heavy is imported until a command runs, so that --help answers at once.
@@ -6,28 +6,19 @@ Exit codes: 0 done; 2 bad input, one line on stderr and no output file; 3 nothin
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
 from moesim import __version__
+from moesim.terminal import INTERRUPTED, NOTHING_FITS, STDOUT, check_outputs, console, guarded, progress_bars, write_json, write_lines, wrote
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from moesim.plan import Candidate, Plan
     from moesim.spec import Scenario
-
-BAD_INPUT, NOTHING_FITS, INTERRUPTED = 2, 3, 130
-STDOUT = "-"
-PIPED_WIDTH = 100
 
 app = typer.Typer(
     name="moesim",
@@ -68,37 +59,6 @@ def main() -> None:
         sys.exit(INTERRUPTED)
 
 
-# ---- errors -------------------------------------------------------------------------------------------------------------
-
-
-def _guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """What a person did wrong becomes one line and an exit code; a fault of ours keeps its traceback."""
-
-    @functools.wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except BrokenPipeError:
-            # The reader went away (`moesim ops ... | head`); what Python flushes at exit must find no closed pipe.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(0) from None
-        except OSError as error:
-            _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
-        except ValueError as error:
-            _fail(str(error))
-        except KeyboardInterrupt:
-            typer.echo("interrupted", err=True)
-            raise typer.Exit(INTERRUPTED) from None
-
-    return run
-
-
-def _fail(message: str) -> NoReturn:
-    line = " ".join("".join(c if c.isprintable() else " " for c in message).split())
-    typer.echo(f"moesim: {line}", err=True)
-    raise typer.Exit(BAD_INPUT) from None
-
-
 # ---- shared parts of the commands ---------------------------------------------------------------------------------------
 
 def _option(*flags: str, help: str, metavar: str | None = None, default: bool | str = False) -> Any:
@@ -121,64 +81,6 @@ def _load(path: str, sets: list[str] | None) -> Scenario:
     return load_scenario(path, tuple(sets or ()))
 
 
-def _check_outputs(*paths: str | Path | None) -> None:
-    """Refuse, before any work, a place that can't be written to."""
-    for path in paths:
-        if path is None or str(path) == STDOUT:
-            continue
-        target = Path(path)
-        if target.is_dir():
-            raise ValueError(f"{target}: is a folder, a file name is needed")
-        if not target.parent.is_dir():
-            raise ValueError(f"{target}: there is no folder {target.parent}")
-        if not os.access(target.parent, os.W_OK):
-            raise ValueError(f"{target}: no permission to write into {target.parent}")
-
-
-def _console(err: bool = False) -> Console:
-    from rich.console import Console
-
-    stream = sys.stderr if err else sys.stdout
-    fixed = not stream.isatty() and "COLUMNS" not in os.environ
-    return Console(stderr=err, highlight=False, width=PIPED_WIDTH if fixed else None)
-
-
-@contextmanager
-def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None] | None]:
-    """A callable (stage, done, total) that keeps one bar a stage on stderr; None where nobody watches."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=_console(err=True), transient=True) as bars:
-        stages: dict[str, Any] = {}
-
-        def update(stage: str, done: int, total: int) -> None:
-            if stage not in stages:
-                stages[stage] = bars.add_task(stage, total=total)
-            bars.update(stages[stage], completed=done, total=total)
-
-        yield update
-
-
-def _write_json(path: str | Path, content: Any, indent: int | None = 1) -> None:
-    from moesim.files import write_atomically
-
-    text = json.dumps(content, indent=indent, allow_nan=False) + "\n"
-    if str(path) == STDOUT:
-        sys.stdout.write(text)
-    else:
-        write_atomically(path, text)
-
-
-def _wrote(*paths: str | Path | None) -> None:
-    for path in paths:
-        if path is not None and str(path) != STDOUT:
-            typer.echo(f"wrote {path}", err=True)
-
-
 # ---- commands -----------------------------------------------------------------------------------------------------------
 
 
@@ -197,7 +99,7 @@ def _root(version: VersionOption = False) -> None:
 
 
 @app.command()
-@_guarded
+@guarded
 def plan(
     scenario: ScenarioArgument,
     sets: SetOption = None,
@@ -226,35 +128,35 @@ def plan(
     from moesim import launch as launching
     from moesim import search
 
-    _check_outputs(json_file, html)
+    check_outputs(json_file, html)
     if launch is not None:
         launching.check_directory(launch)
     if measured is not None and not 0.001 <= measured <= 1e9:
         raise ValueError(f"--measured {measured:g}: tokens/s a GPU must be a number from 0.001 to 1e9")
     spec = _load(scenario, sets)
-    with _progress(quiet) as progress:
+    with progress_bars(quiet) as progress:
         found = search.plan(spec, top=top, profile=profile, anchors=anchors, pin=pin, measured=measured, progress=progress)
     _show_plan(found, json_file, html)
     winner = next((c for c in found.candidates if c.fits), None)
     if winner is None:
         raise typer.Exit(NOTHING_FITS)
     if launch is not None:
-        _wrote(*launching.write_launch(launch, spec, winner))
+        wrote(*launching.write_launch(launch, spec, winner))
 
 
 def _show_plan(found: Plan, json_file: str | None, html: Path | None) -> None:
     from moesim import page, report
 
     if json_file is not None:
-        _write_json(json_file, found.to_dict())
+        write_json(json_file, found.to_dict())
     if html is not None:
         page.write_html(found, html)
-    report.print_plan(found, _console(err=json_file == STDOUT))
-    _wrote(json_file, html)
+    report.print_plan(found, console(err=json_file == STDOUT))
+    wrote(json_file, html)
 
 
 @app.command()
-@_guarded
+@guarded
 def simulate(
     scenario: ScenarioArgument,
     layout: LayoutOption = None,
@@ -278,7 +180,7 @@ def simulate(
     """
     from moesim import search
 
-    _check_outputs(json_file, trace)
+    check_outputs(json_file, trace)
     spec = _load(scenario, sets)
     if layout is None and spec.layout is None:
         raise ValueError(f'{scenario}: has no layout of its own; give one, such as --layout "dp8 ep8 zero1 mb1 1f1b"')
@@ -292,18 +194,18 @@ def simulate(
     every = search.play_every_rank(spec, layout, profile=profile, anchors=anchors) if full else None
     if json_file is not None:
         ranks = {} if every is None else {"every_rank": {"step_s": every[0], "peak_bytes": every[1].tolist()}}
-        _write_json(json_file, _candidate_dict(spec, candidate) | ranks)
+        write_json(json_file, _candidate_dict(spec, candidate) | ranks)
     if trace is not None:
         from moesim.timeline import chrome_trace
 
-        _write_json(trace, chrome_trace(timeline), indent=None)
+        write_json(trace, chrome_trace(timeline), indent=None)
     from moesim import report
 
-    console = _console(err=json_file == STDOUT)
-    report.print_candidate(candidate, console)
+    terminal = console(err=json_file == STDOUT)
+    report.print_candidate(candidate, terminal)
     if every is not None:
-        report.print_every_rank(candidate, *every, console)
-    _wrote(json_file, trace)
+        report.print_every_rank(candidate, *every, terminal)
+    wrote(json_file, trace)
     if not candidate.fits:
         raise typer.Exit(NOTHING_FITS)
 
@@ -316,9 +218,9 @@ def _simulate_against(spec: Scenario, other: Scenario, layout, profile, anchors,
     both = None if measured is None else _two_rates(measured)
     found = search.explain_gap(spec, other, layout, profile=profile, anchors=anchors, measured=both)
     if json_file is not None:
-        _write_json(json_file, {**asdict(found), "predicted_gap_s": found.predicted_gap_s, "unexplained_s": found.unexplained_s})
-    report.print_comparison(found, _console(err=json_file == STDOUT))
-    _wrote(json_file)
+        write_json(json_file, {**asdict(found), "predicted_gap_s": found.predicted_gap_s, "unexplained_s": found.unexplained_s})
+    report.print_comparison(found, console(err=json_file == STDOUT))
+    wrote(json_file)
 
 
 def _two_rates(text: str) -> tuple[float, float]:
@@ -340,12 +242,13 @@ def _candidate_dict(spec: Scenario, candidate: Candidate) -> dict[str, Any]:
 
 
 @app.command()
-@_guarded
+@guarded
 def ops(
     scenario: ScenarioArgument,
     output: Annotated[Optional[Path], _option("-o", "--output", metavar="F", help="JSONL file to write.", default="stdout")] = None,
     layout: Annotated[Optional[str], _option("--layout", metavar="LAYOUT", help="Only the ops of this layout.", default="the promising ones")] = None,
     sets: SetOption = None,
+    profile: ProfileOption = None,
 ) -> None:
     """List the ops whose times the plan depends on, one JSON object a line: what the trainer's bench should measure.
 
@@ -354,20 +257,53 @@ def ops(
       moesim ops olmo_core3_new -o ops.jsonl
     """
     from moesim import search
-    from moesim.files import write_atomically
 
-    _check_outputs(output)
-    lines = (json.dumps(op, allow_nan=False) + "\n" for op in search.list_ops(_load(scenario, sets), layout))
-    if output is None or str(output) == STDOUT:
-        sys.stdout.writelines(lines)
-        sys.stdout.flush()
-    else:
-        write_atomically(output, "".join(lines))
-        _wrote(output)
+    check_outputs(output)
+    write_lines(output, search.list_ops(_load(scenario, sets), layout, profile=profile))
 
 
 @app.command()
-@_guarded
+@guarded
+def advise(
+    scenario: ScenarioArgument,
+    layout: Annotated[Optional[str], _option("--layout", metavar="LAYOUT", help="Only this layout's interval.", default="rank the leading ones")] = None,
+    top: Annotated[int, typer.Option("--top", metavar="N", min=1, max=100, help="Measurements to name.")] = 5,
+    output: Annotated[Optional[Path], _option("-o", "--output", metavar="F", help="Write them as JSONL for the trainer's bench.")] = None,
+    sets: SetOption = None,
+    json_file: JsonOption = None,
+    profile: ProfileOption = None,
+    anchors: AnchorsOption = None,
+    quiet: QuietOption = False,
+) -> None:
+    """Name the measurements that would most change the ranking, or narrow the winner's interval; and what an anchor run would do instead.
+
+    Each is chosen in view of those before it, so a term is not asked about twice. Exit 3 if nothing fits.
+
+    Examples:
+
+      moesim advise olmo_core3_new
+      moesim advise my.yaml --layout "dp8 ep8 zero1 mb1 1f1b" --top 3 -o ops.jsonl
+    """
+    from moesim import report, search
+
+    check_outputs(output, json_file)
+    if output is not None and str(output) == json_file == STDOUT:
+        raise ValueError("-o and --json can't both write to stdout")
+    with progress_bars(quiet) as progress:
+        found = search.what_to_measure(_load(scenario, sets), layout, lines=top, profile=profile, anchors=anchors, progress=progress)
+    if found is None:
+        typer.echo("moesim: nothing fits: there is no winner to be surer of", err=True)
+        raise typer.Exit(NOTHING_FITS)
+    if json_file is not None:
+        write_json(json_file, found)
+    report.print_advice(found, console(err=STDOUT in (json_file, str(output))))
+    if output is not None:
+        write_lines(output, found["measure"])
+    wrote(json_file)
+
+
+@app.command()
+@guarded
 def predict(
     runs: Annotated[Path, typer.Argument(metavar="RUNS.csv", help="Runs, in the columns of published_runs.csv.", show_default=False)],
     output: Annotated[Optional[Path], _option("-o", "--output", metavar="F", help="CSV file to write.", default="stdout")] = None,
@@ -384,22 +320,22 @@ def predict(
     from moesim import predict as predicting
     from moesim import search
 
-    _check_outputs(output)
+    check_outputs(output)
     rows = predicting.read_rows(runs)
     simulate_run = search.run_simulator(anchors=anchors)
-    with _progress(quiet) as progress:
+    with progress_bars(quiet) as progress:
         found = list(predicting.predict(rows, simulate_run, workers=os.cpu_count() or 1, progress=progress))
     if output is None or str(output) == STDOUT:
         sys.stdout.write(predicting.format_csv(found))
     else:
         predicting.write_predictions(output, found)
-        _wrote(output)
+        wrote(output)
     num_ok = sum(row["status"] == "ok" for row in found)
     typer.echo(f"predicted {num_ok} of {len(found)} runs, {len(found) - num_ok} unsupported", err=True)
 
 
 @app.command()
-@_guarded
+@guarded
 def schema() -> None:
     """Print the JSON schema of a scenario, for editors that complete and check YAML.
 
@@ -409,11 +345,11 @@ def schema() -> None:
     """
     from moesim.schema import json_schema
 
-    _write_json(STDOUT, json_schema(), indent=2)
+    write_json(STDOUT, json_schema(), indent=2)
 
 
 @app.command()
-@_guarded
+@guarded
 def validate(scenario: ScenarioArgument, sets: SetOption = None) -> None:
     """Check a scenario without planning it: exit 0 and a summary, or exit 2 and one line that says what is wrong and where.
 

@@ -6,10 +6,11 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Iterable
 
 import numpy as np
 
-from moesim import engine, memory, paths
+from moesim import engine, memory, origins, paths
 from moesim.assembly import GRAD_BYTES, Assembler
 from moesim.layout import Layout, LayoutError, illegal, num_microbatches, parse_layout
 from moesim.model_error import ModelError, load_model_error
@@ -23,6 +24,7 @@ from moesim.space import canonical
 from moesim.site import NEUTRAL, Site
 from moesim.stack import load_stack
 from moesim.timeline import breakdown
+from moesim.uncertainty import Uncertainty
 
 NUM_DRAWS = 64
 LOW, HIGH = 10.0, 90.0
@@ -31,7 +33,8 @@ NUM_QUICK_DRAWS = 32
 """Draws of ``quick``: the spread of a prediction is known to one part in eight, its own error is far less certain."""
 Z_80 = 1.2816
 """90% quantile of the standard normal distribution."""
-PROVENANCE = ("measured", "interpolated", "extrapolated", "datasheet", "assumed")
+LEAST_SPREAD = 1e-5
+"""Part of ln(step) below which a cause is left out of what a candidate says."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,11 @@ class Evaluator:
         """The same under the scenario's stated routing skew."""
         workload = self.scenario.workload.model_copy(update={"routing": self.scenario.workload.skew})
         return Evaluator(self.scenario.model_copy(update={"workload": workload}), self.profile, self.stack, self.model_error, self.site)
+
+    @property
+    def is_anchored(self) -> bool:
+        """Did steps of this very place refit its constants: a site's runs, or the anchors of a machine's own profile?"""
+        return bool(self.site.anchors or self.profile.in_step)
 
     @property
     def num_gpus(self) -> int:
@@ -138,44 +146,59 @@ class Evaluator:
         return memory.Policy(
             one(layout.zero), one(layout.reshard), one(GRAD_BYTES[layout.grad]), one(memory.MOMENT_BYTES[layout.optimizer]), one(layout.groups["shard"].size),
             one(layout.edp), one(layout.prefetch), one(memory.persistent_buffers(layout)), one(float(layout.overlaps("ep"))),
+            self.stack.fsdp_every_stage, one(num_microbatches(layout, self.scenario.workload)),
         )
 
-    def interval(self, program: Program, step_s: float, shares: dict[str, float]) -> tuple[float, float]:
-        """80% interval of tokens/s/GPU: parameter draws through the longest path, widened by the model's own error (log-normal)."""
-        log = np.log(paths.step_draws(program, self._draws(NUM_DRAWS)) / paths.step_seconds([program])[0])
-        return self._band(log, step_s, shares)
+    @cached_property
+    def uncertainty(self) -> Uncertainty:
+        """Errors of op prices and what they have in common."""
+        return Uncertainty(self.parts)
 
-    def _draws(self, count: int) -> dict[str, np.ndarray]:
-        rng = np.random.default_rng(self.scenario.seed)
-        return {term: factors ** self.site.narrowing(term) for term, factors in self.profile.sample(rng, count).items()}
+    def interval(self, program: Program, step_s: float, shares: dict[str, float]) -> tuple[float, float]:
+        """80% interval of tokens/s/GPU: draws of op prices through the longest path, widened by the model's own error (log-normal)."""
+        return self._band(self._log_draws(np.ones(1), [program], NUM_DRAWS), step_s, shares)
+
+    def _log_draws(self, weights, programs: list[Program], count: int) -> np.ndarray:
+        """ln(step drawn / step) [count] of the step that ``programs`` stand for; draws are the same for every layout."""
+        normals = self.uncertainty.draws(self.scenario.seed, count)
+        return np.log(sum(w * self._drawn(p, normals) for w, p in zip(weights, programs)) / (weights @ paths.step_seconds(programs)))
+
+    def _drawn(self, program: Program, normals: np.ndarray) -> np.ndarray:
+        named = self.uncertainty.named(program)
+        return paths.step_draws(named, self.uncertainty.factors(named, normals))
+
+    def spread(self, program: Program) -> dict[str, float]:
+        """Cause of error -> change of ln(step) for one standard deviation of it (half of the way from -1 to +1), largest first."""
+        causes = self.uncertainty.causes
+        loads = self.uncertainty.loads(self.uncertainty.named(program))
+        used = np.flatnonzero(np.any([row != 0 for row in loads.values()], axis=0))
+        unit = np.eye(len(causes))[used]
+        up, down = np.split(np.log(self._drawn(program, np.concatenate([unit, -unit]))), 2)
+        found = {causes[i]: float(change) for i, change in zip(used, (up - down) / 2) if abs(change) > LEAST_SPREAD}
+        return dict(sorted(found.items(), key=lambda item: -abs(item[1])))
 
     def _band(self, log: np.ndarray, step_s: float, shares: dict[str, float]) -> tuple[float, float]:
-        sigma = math.hypot((np.percentile(log, HIGH) - np.percentile(log, LOW)) / (2 * Z_80), self.model_error.sigma(shares, bool(self.site.anchors)))
+        sigma = math.hypot((np.percentile(log, HIGH) - np.percentile(log, LOW)) / (2 * Z_80), self.model_error.sigma(shares, self.is_anchored))
         centre = self.tokens_per_s(step_s)
         return centre * math.exp(-Z_80 * sigma), centre * math.exp(Z_80 * sigma)
 
     def provenance(self, program: Program) -> dict[str, float]:
-        """Share of the priced seconds (all pipeline ranks, all streams) by provenance class."""
+        """Share of the priced seconds (all pipeline ranks, all streams) by provenance class of the ops."""
         seconds: dict[str, float] = defaultdict(float)
-        times = np.bincount([k for row in program.body_index for k in row], minlength=len(program.bodies))
-        for body, count in zip(program.bodies, times):
-            for task in body:
-                for _, term, part in task.terms:
-                    seconds[term] += part * count
-        by_class: dict[str, float] = defaultdict(float)
-        for term, part in seconds.items():
-            by_class[self.profile.term(term).provenance] += part
-        total = sum(by_class.values()) or 1.0
-        return {name: by_class[name] / total for name in PROVENANCE if by_class[name] > 0}
+        for _, subject, part in origins.issued(program, self.parts):
+            seconds[origins.provenance(subject, self.parts)] += part
+        return origins.shares(seconds)
+
+    def sources(self, program: Program, where: Iterable[str]) -> dict[str, dict[str, float]]:
+        """Part of a breakdown -> provenance class -> share of the seconds behind it."""
+        return origins.of_parts(program, self.parts, where)
 
     def quick(self, layout: Layout) -> Quick:
         """Speed, interval and memory of one layout, without spans, breakdown or skew. A long schedule repeats itself: its step
         is extended along the line through two runs of fewer microbatches."""
         weights, programs = self.samples(layout)
         step_s = self.step_seconds(weights, programs)
-        draws = self._draws(NUM_QUICK_DRAWS)
-        log = np.log(sum(w * paths.step_draws(p, draws) for w, p in zip(weights, programs)) / (weights @ paths.step_seconds(programs)))
-        low, high = self._band(log, step_s, self.provenance(programs[-1]))
+        low, high = self._band(self._log_draws(weights, programs, NUM_QUICK_DRAWS), step_s, self.provenance(programs[-1]))
         peak = self.peak(layout).total
         return Quick(self.tokens_per_s(step_s), low, high, peak, peak <= self.budget_bytes)
 
@@ -213,7 +236,9 @@ class Evaluator:
 
     def for_scenario(self, scenario) -> "Evaluator":
         """An evaluator of a scenario that differs in its global batch only: both use the same priced parts."""
-        return Evaluator(scenario, self.profile, self.stack, self.model_error, self.site, self.parts.for_batch(scenario.workload))
+        other = Evaluator(scenario, self.profile, self.stack, self.model_error, self.site, self.parts.for_batch(scenario.workload))
+        other.uncertainty = self.uncertainty
+        return other
 
     def played(self, layout: Layout) -> Played:
         """One layout in the engine: seconds of the step and where they go on the critical rank."""
@@ -228,7 +253,7 @@ class Evaluator:
         peak = self.peak(layout)
         shares = self.provenance(program)
         low, high = self.interval(program, step_s, shares)
-        peak_flops = self.scenario.cluster.gpu.peak_flops["bf16"]
+        peak_flops = self.scenario.cluster.gpu.peak_flops.get("bf16")
         load = self.parts.load(layout)
         drop = load.drop_fraction if load else 0.0
         roles = self.scenario.model.flops_by_role(self.scenario.workload.seq_len)
@@ -236,11 +261,11 @@ class Evaluator:
         rate = self.tokens_per_s(step_s)
         days, usd = self.cost(rate)
         return Candidate(
-            layout=str(layout), tokens_per_s_per_gpu=rate, low=low, high=high, step_s=step_s, mfu=rate * model_flops / peak_flops,
-            mfu_denominator=f"bf16 dense {peak_flops / 1e12:g} TFLOP/s", peak_bytes=peak.total, fits=peak.total <= self.budget_bytes, memory=peak.categories,
-            heaviest_stage=peak.rank, breakdown=where, provenance=shares, limited_by=limit(where), evaluator="engine",
+            layout=str(layout), tokens_per_s_per_gpu=rate, low=low, high=high, step_s=step_s, mfu=rate * model_flops / peak_flops if peak_flops else None,
+            mfu_denominator=f"bf16 dense {peak_flops / 1e12:g} TFLOP/s" if peak_flops else "unknown peak", peak_bytes=peak.total, fits=peak.total <= self.budget_bytes, memory=peak.categories,
+            heaviest_stage=peak.rank, breakdown=where, provenance=shares, sources=self.sources(program, where), spread=self.spread(program), limited_by=limit(where), evaluator="engine",
             num_microbatches=num_microbatches(layout, self.scenario.workload), drop_fraction=drop,
-            skewed=self._skewed(layout, program, step_s) if with_skew else None, days=days, usd=usd,
+            skewed=self._skewed(layout, program, step_s) if with_skew else None, days=days, usd=usd, saved_tensors=self.parts.keeps.said(),
         )
 
     def _skewed(self, layout: Layout, program: Program, step_s: float) -> Skewed | None:

@@ -46,6 +46,7 @@ def full_program(evaluator: Evaluator, layout: Layout, *, seed: int = 0) -> Prog
     return Program(
         orders=tuple(order for order in first.orders for _ in range(peers)), placement=tuple(r * peers for r in first.placement), body_index=tuple(index),
         bodies=tuple(bodies), epilogue=tuple(p.epilogue() for p in players), peers=peers, **first.surroundings(bodies),
+        **first.sharing(layout.world),
     )
 
 

@@ -87,6 +87,10 @@ class Tier(Spec):
     source: Text
 
 
+NODE_RESOURCES = ("cores", "pinned_cores", "memory")
+"""What ranks of one node can share: cores that any of them may use, or cores that they are dealt to in turn; bytes/s of memory."""
+
+
 class Resource(Spec):
     """Something running work shares: `capacity` of it exists in each rank, node or NVLink domain."""
 
@@ -121,7 +125,7 @@ class ClusterSpec(Spec):
 
     @model_validator(mode="after")
     def _check(self) -> ClusterSpec:
-        problem = _tier_problem(self)
+        problem = _tier_problem(self) or _resource_problem(self)
         if problem:
             raise ValueError(problem)
         return self
@@ -189,3 +193,16 @@ def _tier_problem(cluster: ClusterSpec) -> str | None:
     if len(set(names)) < len(names):
         return f"tiers: names must differ, found {names}"
     return None
+
+
+def _resource_problem(cluster: ClusterSpec) -> str | None:
+    shared = {r.name: r.capacity for r in cluster.resources if r.scope == "node"}
+    other = [name for name in shared if name not in NODE_RESOURCES]
+    if other:
+        return f"resources: no {other[0]!r} of scope node, known are {', '.join(NODE_RESOURCES)}"
+    if "cores" in shared and "pinned_cores" in shared:
+        return "resources: ranks either share cores or are pinned to them: give cores or pinned_cores"
+    if shared.get("pinned_cores", 1.0) % 1:
+        return f"resources: pinned_cores must be a whole number, found {shared['pinned_cores']:g}"
+    names = [r.name for r in cluster.resources]
+    return f"resources: names must differ, found {names}" if len(set(names)) < len(names) else None

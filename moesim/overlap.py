@@ -1,7 +1,7 @@
 """How long must an overlapped forward and backward take at least? (The pieces of a pair, played on arrays for many layouts at once.)
 
 A piece is a run of compute with the collectives behind it; what its own body computes next waits for those. In a pair the pieces
-of the two bodies alternate on the compute stream (``assembly.interleave``), and their collectives share one stream. Played without
+of the two bodies alternate on the compute stream (``program.interleave``), and their collectives share one stream. Played without
 hosts, gathers and contention this is a path of the pair, so it bounds the pair from below; where nothing else is in the way it is
 the pair.
 """

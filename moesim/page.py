@@ -55,7 +55,9 @@ def render(plan: Plan) -> str:
 {_warnings(plan.warnings)}
 {_facts("How this was found", report.header_rows(plan)[1:])}
 {_facts("Measured against predicted", report.measured_rows(plan))}
+{_facts("What to measure next", report.advice_rows(plan.advice) if plan.advice else ())}
 {_ranking(plan)}
+{_terms(plan)}
 <div class="charts">{"".join(_chart(key) for key in CHARTS if key in figures)}</div>
 {_rejections(plan)}
 </main>
@@ -143,7 +145,7 @@ def _row(plan: Plan, rank: int, c: Candidate) -> str:
         (c.tokens_per_s_per_gpu, f"{c.tokens_per_s_per_gpu:,.0f}"),
         (c.low, f"{report.compact(c.low)} to {report.compact(c.high)}"),
         (c.skewed.tokens_per_s_per_gpu if c.skewed else -1, _skewed(c)),
-        (c.mfu, report.percent(c.mfu)),
+        (-1 if c.mfu is None else c.mfu, report.percent(c.mfu)),
         (c.step_s, report.seconds(c.step_s)),
         (c.peak_bytes, f"{report.gib(c.peak_bytes)}<small>{_text(_hbm_share(plan, c))}</small>"),
         (c.days if c.days is not None else -1, report.days(c.days)),
@@ -175,6 +177,23 @@ def _shares(c: Candidate) -> str:
     bars = "".join(f'<i style="width:{100 * c.provenance[name]:.1f}%;background:{colour}"></i>'
                    for name, colour in charts.PROVENANCE_COLOURS.items() if c.provenance.get(name))
     return f'<span class="shares" role="img" title="{words}" aria-label="{words}">{bars}</span>'
+
+
+def _terms(plan: Plan) -> str:
+    """The winner's step part by part, each with what it is priced from."""
+    best = next((c for c in plan.candidates if c.fits and c.sources), None)
+    if best is None:
+        return ""
+    rows = "\n".join(
+        f'<tr><td>{_text(name)}</td><td class="num">{1e3 * value:,.2f}</td><td class="num">{report.percent(value / best.step_s)}</td>'
+        f"<td>{_text(report.share_text(best.sources.get(name, {})))}</td></tr>"
+        for name, value in sorted(best.breakdown.items(), key=lambda item: -item[1])
+    )
+    return f"""<details class="facts"><summary>The winner's step, part by part</summary>
+<div class="wide"><table id="terms"><thead><tr><th>part</th><th class="num">ms</th><th class="num">share</th><th>priced from</th></tr></thead>
+<tbody>
+{rows}
+</tbody></table></div></details>"""
 
 
 def _rejections(plan: Plan) -> str:

@@ -30,7 +30,8 @@ class Candidate:
     low: float
     high: float
     step_s: float
-    mfu: float
+    mfu: float | None
+    """None where the peak is unknown."""
     mfu_denominator: str
     peak_bytes: float
     fits: bool
@@ -53,6 +54,13 @@ class Candidate:
     """Within the interval of the best: the model can't tell it from the winner."""
     pinned: bool = False
     notes: tuple[str, ...] = ()
+    sources: dict[str, dict[str, float]] = field(default_factory=dict)
+    """role of the breakdown -> provenance class -> share of the seconds behind it; each role's values sum to 1."""
+    spread: dict[str, float] = field(default_factory=dict)
+    """cause of error -> change of ln(step) for one standard deviation of it, largest first: what the interval is made of, the model's
+    own error apart."""
+    saved_tensors: str = ""
+    """Whose kernels' saved tensors the memory counts, and how each is known (scenarios/saved_tensors.yaml)."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,8 @@ class Plan:
     memory_rule: str
     warnings: tuple[str, ...] = ()
     measured: dict[str, Any] | None = None
+    advice: dict[str, Any] | None = None
+    """What to measure next: see ``moesim.advise``."""
     timeline: tuple[dict[str, Any], ...] = field(default=(), repr=False)
     """Spans of the winner: rank, stream, name, kind, start, end."""
 

@@ -1,4 +1,4 @@
-"""What does each op cost on this GPU, how sure is that, and who measured it?
+"""What does each op cost on this GPU (or CPU core), how sure is that, and who measured it?
 
 A HardwareProfile is one YAML in scenarios/profiles, written by ``python -m calibration fit``: parameters and measured curves with their
 errors, validity ranges, provenance and sources. ``price`` turns ops into seconds, one vectorised call a kind.
@@ -23,6 +23,9 @@ from moesim.pricing import Prices, price_ops
 PROFILES = scenarios_dir() / "profiles"
 
 
+_PHASES = {"R": "F", "I": "B", "W": "B"}
+
+
 class _Frozen(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -42,7 +45,8 @@ class Term(_Frozen):
     """One priced term: what it costs, and how uncertain that is.
 
     sigma_log: its own error, as the standard deviation of log(seconds); shared: (name of a common cause -> its sigma), so that
-    terms that share a cause move together in a draw. valid: axis -> (low, high) of the measurements behind it.
+    terms that share a cause move together in a draw. valid: axis -> (low, high) of the measurements behind it; points: size -> its
+    value at each of them (``pricing.points``), where they are few enough to list.
     """
 
     name: str
@@ -52,6 +56,7 @@ class Term(_Frozen):
     stderr: dict[str, float] = {}
     covariance: dict[str, dict[str, float]] = {}
     valid: dict[str, tuple[float, float]] = {}
+    points: dict[str, tuple[float, ...]] = {}
     provenance: Literal["measured", "interpolated", "extrapolated", "datasheet", "assumed"]
     sigma_log: float = Field(ge=0)
     shared: dict[str, float] = {}
@@ -61,13 +66,14 @@ class Term(_Frozen):
 
 
 class MeasuredCurve(_Frozen):
-    """Seconds of one collective over ``members`` GPUs of one NVLink domain, by nccl-tests size. ``lender``: the GPU it was measured
-    on, where not this one."""
+    """Seconds of one collective over ``members`` GPUs of one NVLink domain (or ranks of one machine), by nccl-tests size. ``lender``: the
+    GPU it was measured on, where not this one. ``measured_to``: bytes beyond which the curve is continued as a sibling's (0: nowhere)."""
 
     kind: str
     members: int
     software: str = ""
     lender: str = ""
+    measured_to: float = 0.0
     bytes: tuple[float, ...] = Field(min_length=2)
     seconds: tuple[float, ...] = Field(min_length=2)
 
@@ -83,9 +89,9 @@ class Gamma(_Frozen):
 
 
 class Sustained(_Frozen):
-    """In-training rate of the tensor cores over the burst rate the tables show, and the clock droop of long kernels in training."""
+    """Speed inside a training step over the speed that timing alone shows, and the clock droop of long kernels in training."""
 
-    factor: float = Field(gt=0, le=1.5)
+    factor: float = Field(gt=0, le=10)
     droop: float = Field(default=0.0, ge=0)
     droop_s: float = Field(default=1.0, gt=0)
     sigma_log: float = Field(ge=0)
@@ -95,15 +101,78 @@ class Sustained(_Frozen):
 
 
 class Host(_Frozen):
-    """CPU side: ``launch_s`` = seconds to issue one kernel from PyTorch, by host CPU."""
+    """CPU side: ``launch_s`` = seconds to issue one kernel from PyTorch, by host CPU; 0 where the thread that issues also computes."""
 
     launch_s: dict[str, float]
     sigma_log: float
     sources: tuple[str, ...]
 
 
+class Stamp(_Frozen):
+    """Which measurements made this profile: the machine and software that all of them name, and the files, by SHA-256."""
+
+    device: dict[str, str]
+    software: dict[str, str]
+    topology: tuple[dict[str, str], ...]
+    first_date: str
+    last_date: str
+    num_lines: int
+    num_noisy: int
+    files: dict[str, str]
+
+
+class Beside(_Frozen):
+    """Seconds of ``running`` on every rank of a machine at once, ``beside`` something or beside nothing ("") but the other ranks, over its
+    seconds on one rank alone. ``ranks`` at once."""
+
+    running: str
+    beside: str
+    ranks: int
+    ratio: float = Field(gt=0)
+    stderr: float = Field(ge=0)
+
+
+class Storage(_Frozen):
+    """Bytes/s of a whole checkpoint that ``ranks`` ranks ``save`` or ``load`` together; sigma_log of one such measurement."""
+
+    what: Literal["save", "load"]
+    ranks: int
+    bytes_per_s: float = Field(gt=0)
+    sigma_log: float = Field(ge=0)
+
+
+class InStep(_Frozen):
+    """Seconds of a role inside training steps over the price of its ops: what software adds to them there, such as several kernels where
+    the plan counts one, allocation, cold caches. phase: F forward (again, too), B backward, S once a step. Seconds are ``ratio`` times the
+    price and ``extra_s`` each time, in a layer and microbatch, that the role is played; ``spread`` multiplies the ratio where experts lie
+    on several ranks (buffers of uneven sizes are allocated anew, and rows re-ordered); sigma_log of what the anchors leave. phase X: a
+    collective outside the layers."""
+
+    role: str
+    phase: Literal["F", "B", "S", "X"]
+    ratio: float = Field(gt=0)
+    extra_s: float = Field(default=0.0, ge=0)
+    spread: float = Field(default=1.0, gt=0)
+    sigma_log: float = Field(ge=0)
+    num_steps: int = Field(ge=1)
+    sources: tuple[str, ...] = Field(min_length=1)
+
+
+class Meeting(_Frozen):
+    """Seconds that a collective which everybody waits for takes inside a step beyond its price, with so many ranks on a core: ranks arrive
+    unevenly, and one that shares its core has to be scheduled first."""
+
+    ranks_per_core: float = Field(gt=0)
+    extra_s: float = Field(ge=0)
+    stderr: float = Field(ge=0)
+    sources: tuple[str, ...] = Field(min_length=1)
+
+
 class HardwareProfile(_Frozen):
-    """Everything measured or assumed about one GPU type and the software its numbers were taken with."""
+    """Everything measured or assumed about one GPU type and the software its numbers were taken with.
+
+    sustained: in-step level by term name, by dtype of products, or "attention"; the first that exists counts. num_sms and collective_sms
+    are 0 on a CPU."""
 
     name: str
     gpu: str
@@ -121,13 +190,22 @@ class HardwareProfile(_Frozen):
     sustained: dict[str, Sustained]
     host: Host
     gammas: tuple[Gamma, ...]
+    stamp: Stamp | None = None
+    beside: tuple[Beside, ...] = ()
+    storage: tuple[Storage, ...] = ()
+    in_step: tuple[InStep, ...] = ()
+    meetings: tuple[Meeting, ...] = ()
+
+    def but(self, **changes) -> HardwareProfile:
+        """The profile with these fields, validated, nothing cached carried over (as ``model_copy`` would)."""
+        return HardwareProfile.model_validate({name: getattr(self, name) for name in HardwareProfile.model_fields} | changes)
 
     @model_validator(mode="after")
     def _complete(self) -> HardwareProfile:
         for term in self.terms:
             if term.kind not in COSTS:
                 raise ValueError(f"term {term.name!r} is of kind {term.kind!r}; known are {', '.join(COSTS)}")
-            needed = {p.name for p in COSTS[term.kind].PARAMETERS} if term.kind in ("gemm", "grouped_gemm", "attention", "memory_bound") else set()
+            needed = set() if term.kind in ("collectives", "dispatch", "fused_ffn") else {p.name for p in COSTS[term.kind].PARAMETERS}
             missing = sorted(needed - set(term.parameters))
             if missing:
                 raise ValueError(f"term {term.name!r} lacks the parameter {missing[0]!r}")
@@ -147,6 +225,34 @@ class HardwareProfile(_Frozen):
             tables.setdefault(curve.kind, {})[curve.members] = Curve(np.array(curve.bytes), monotone(curve.seconds))
         return tables
 
+    @cached_property
+    def _steps(self) -> dict[tuple[str, str], InStep]:
+        return {(found.role, found.phase): found for found in self.in_step}
+
+    def in_step_seconds(self, role: str, phase: str, seconds: float, times: float = 1.0, is_spread: bool = False) -> float:
+        """Seconds of a role inside a step whose price is ``seconds``, played ``times``; as they are where nobody measured it. phase as in
+        `block.Node`, or S or X."""
+        found = self._steps.get((role, _PHASES.get(phase, phase)))
+        if found is None:
+            return seconds
+        return seconds * found.ratio * (found.spread if is_spread else 1.0) + found.extra_s * times
+
+    @cached_property
+    def knows_spread(self) -> bool:
+        """Does any role cost more where experts lie on several ranks?"""
+        return any(found.spread != 1.0 for found in self.in_step)
+
+    def meeting_s(self, ranks_per_core: float) -> float:
+        """Seconds beyond its price of a collective that all wait for. Linear between what was measured and beyond it, never below zero;
+        with one entry, in proportion."""
+        known = sorted((m.ranks_per_core, m.extra_s) for m in self.meetings)
+        if not known:
+            return 0.0
+        if len(known) == 1:
+            return known[0][1] * ranks_per_core / known[0][0]
+        (a, low), (b, high) = next(((p, q) for p, q in zip(known, known[1:]) if ranks_per_core <= q[0]), (known[-2], known[-1]))
+        return max(0.0, low + (high - low) * (ranks_per_core - a) / (b - a))
+
     def term(self, name: str) -> Term:
         if name not in self.term_index:
             raise ValueError(f"profile {self.name!r} has no term {name!r}: this GPU can't run or has never been measured at it")
@@ -158,6 +264,11 @@ class HardwareProfile(_Frozen):
         term = self.term(name)
         if not in_training:
             return term.parameters
+        if name in self.sustained:
+            return paced(term, self.sustained[name].factor)
+        if term.kind.startswith("core_"):
+            level = self.sustained.get("attention" if term.kind == "core_attention" else name.rsplit(".", 1)[-1])
+            return term.parameters if level is None else paced(term, level.factor)
         if term.kind == "attention":
             return {**term.parameters, "rate": term.parameters["rate"] * self.sustained["attention"].factor}
         cause = self.sustained.get(name.rsplit(".", 1)[-1])
@@ -191,6 +302,16 @@ class HardwareProfile(_Frozen):
             draws[term.name] = np.exp(log)
         draws["host"] = np.exp(self.host.sigma_log * rng.standard_normal(num_draws))
         return draws
+
+
+def paced(term: Term, factor: float) -> dict[str, float]:
+    """Parameters of a kernel ``factor`` times as fast: rates times it, durations over it, sizes and shares as they are."""
+    units = {p.name: p.unit for module in (COSTS[term.kind], COSTS["gemm"]) for p in module.PARAMETERS}
+
+    def scale(unit: str) -> float:
+        return factor if "/s" in unit else 1.0 / factor if unit == "s" or unit.startswith("s ") else 1.0
+
+    return {name: value * scale(units.get(name, "")) for name, value in term.parameters.items()}
 
 
 def load_profile(name_or_path: str | Path) -> HardwareProfile:

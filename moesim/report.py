@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 NUM_SKEWED_SHOWN = 5
-BAR_WIDTH = 24
+BAR_WIDTH, SLIM_BAR = 24, 12
 PROVENANCE = {"measured": "meas", "interpolated": "int", "extrapolated": "ext", "datasheet": "data", "assumed": "asm"}
-"""Where a priced second comes from, most trusted first, with the short form of the ranking's second line."""
+"""Where a priced second comes from, most trusted first, with its short form in tables."""
+SHORT_FORMS = "priced from (% of the priced seconds): " + ", ".join(f"{short} = {word}" for word, short in PROVENANCE.items()) + "."
 
 
 def clean(value: Any) -> str:
@@ -40,8 +41,8 @@ def compact(value: float | None) -> str:
     return f"{value:.3g}"
 
 
-def percent(share: float, digits: int = 1) -> str:
-    return f"{100 * share:.{digits}f}%"
+def percent(share: float | None, digits: int = 1) -> str:
+    return UNKNOWN if share is None else f"{100 * share:.{digits}f}%"
 
 
 def gib(num_bytes: float) -> str:
@@ -88,7 +89,24 @@ def count_text(plan: Plan) -> str:
 def profile_text(plan: Plan) -> str:
     profile = plan.profile
     anchored = f"anchored: {clean(profile['anchored'])}" if profile.get("anchored") else "not anchored to a site"
-    return f"{clean(profile.get('name', UNKNOWN))} ({anchored})"
+    return f"{clean(profile.get('name', UNKNOWN))} ({'; '.join([*_stamp(profile), anchored])})"
+
+
+def _stamp(profile: Mapping[str, Any]) -> list[str]:
+    """Who measured a profile's terms, and how many of them: in words."""
+    terms, stamp = profile.get("terms") or {}, profile.get("stamp")
+    said = []
+    if stamp:
+        dates = " to ".join(dict.fromkeys(clean(stamp[key])[:10] for key in ("first_date", "last_date")))
+        said.append(f"{stamp['num_lines']:,} measurements of {dates} on {', '.join(clean(v) for v in list(stamp['device'].values())[:1])}")
+    if terms:
+        said.append(f"{terms.get('measured', 0)} of {sum(terms.values())} terms measured here")
+    return said
+
+
+def advice_text(advice: Mapping[str, Any] | None) -> str:
+    """What to measure next, in one sentence; "" where nothing fits."""
+    return clean(advice["text"]) if advice else ""
 
 
 def cost_text(plan: Plan) -> str:
@@ -150,6 +168,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     if plan.candidates:
         console.print("", _ranking(plan), sep="\n")
         console.print(_legend(plan))
+    if plan.advice:
+        console.print(Text(f"to be surer: {advice_text(plan.advice)}"))
     if not any(c.fits for c in plan.candidates):
         console.print(Text("No layout of this search fits." if plan.num_layouts else "No layout of this search is legal.", style="bold red"))
     if plan.measured:
@@ -232,7 +252,7 @@ def _skewed(c: Candidate) -> Text:
 
 def _legend(plan: Plan) -> Text:
     lines = [f"MFU against {denominators(plan)}.",
-             "priced from (% of the priced seconds): " + ", ".join(f"{short} = {word}" for word, short in PROVENANCE.items()) + "."]
+             SHORT_FORMS]
     if any(c.skewed for c in plan.candidates):
         lines.append(f"skewed: the same layout when routing is {clean(plan.scenario.get('skew', UNKNOWN))}.")
     if any(c.tied for c in plan.candidates):
@@ -280,8 +300,12 @@ def print_candidate(candidate: Candidate, console: Console) -> None:
     if c.days is not None or c.usd is not None:
         rows.append(("cost", f"{days(c.days)} days, {usd(c.usd)} before failures"))
     console.print(_facts(rows))
-    console.print(_parts("Where the step goes", "ms", c.breakdown, lambda s: f"{1e3 * s:,.2f}"))
+    console.print(_parts("Where the step goes", "ms", c.breakdown, lambda s: f"{1e3 * s:,.2f}", c.sources))
+    if c.sources:
+        console.print(Text(SHORT_FORMS, style="dim"))
     console.print(_parts("Where the memory goes", "GiB", c.memory, lambda b: f"{b / GIB:,.2f}"))
+    if c.saved_tensors:
+        console.print(Text(f"saved for backward as kernels keep it, set {clean(c.saved_tensors)}", style="dim"))
     for note in c.notes:
         console.print(Text(f"note: {clean(note)}", style="yellow"))
 
@@ -306,8 +330,32 @@ def print_comparison(found: Comparison, console: Console) -> None:
                               ("unexplained", f"{1e3 * found.unexplained_s:,.1f} ms, {percent(found.unexplained_s / found.measured_gap_s)} of the measured gap")]))
 
 
-def _parts(title: str, unit: str, parts: Mapping[str, float], form) -> Table:
-    """A table whose rows add up to its last line."""
+def print_advice(advice: Mapping[str, Any], console: Console) -> None:
+    """What to measure, best first, and what one run would do instead."""
+    console.print(_facts(advice_rows(advice)))
+    table = _table("Measure next")
+    for head in ("op", "priced by", "why"):
+        table.add_column(head, overflow="fold", ratio={"op": 3, "why": 3}.get(head, 2))
+    for line in advice["measure"]:
+        table.add_row(Text(clean(line["words"])), Text(f"{clean(line['term'])}\n{clean(line['provenance'])}"), Text(clean(line["why"])))
+    console.print("", table if advice["measure"] else Text("No op of these layouts is worth measuring."), sep="\n")
+
+
+def advice_rows(advice: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(label, text): how sure a plan is, and what would make it surer."""
+    anchor = advice["anchor"]
+    return [
+        ("winner", clean(advice["winner"])),
+        ("unsure by", f"prices {percent(advice['sigma_prices'])}, the model itself {percent(advice['sigma_model'])} (one standard deviation)"),
+        ("another is best", f"with {percent(advice['another_is_best'], 0)}; choosing this one loses {percent(advice['expected_regret'])} of the step on average"),
+        ("chosen for", {"ranking": "the ranking of the leading layouts"}.get(advice["goal"], "the winner's interval")),
+        ("an anchor run", f"of {clean(anchor['layout'])} would leave {anchor['low']:,.0f} to {anchor['high']:,.0f} tokens/s a GPU"),
+        ("to be surer", advice_text(advice)),
+    ]
+
+
+def _parts(title: str, unit: str, parts: Mapping[str, float], form, sources: Mapping[str, Mapping[str, float]] | None = None) -> Table:
+    """A table whose rows add up to its last line; ``sources``: what each row is priced from."""
     total = sum(parts.values())
     largest = max(parts.values(), default=0.0)
     table = _table(title)
@@ -316,7 +364,10 @@ def _parts(title: str, unit: str, parts: Mapping[str, float], form) -> Table:
     table.add_column(unit, footer=form(total), justify="right", no_wrap=True)
     table.add_column("share", footer="100.0%" if total else "-", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
+    if sources:
+        table.add_column("priced from", no_wrap=True)
     for name, value in sorted(parts.items(), key=lambda item: -item[1]):
-        bar = "#" * round(BAR_WIDTH * value / largest) if largest > 0 else ""
-        table.add_row(Text(clean(name)), form(value), percent(value / total) if total else "-", bar)
+        bar = "#" * round((SLIM_BAR if sources else BAR_WIDTH) * value / largest) if largest > 0 else ""
+        origin = [Text(_short_shares(sources.get(name, {})))] if sources else []
+        table.add_row(Text(clean(name)), form(value), percent(value / total) if total else "-", bar, *origin)
     return table

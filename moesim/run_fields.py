@@ -18,6 +18,9 @@ RECOMPUTE = {"layernorm": ("norm",), "norm": ("norm",), "rmsnorm": ("norm",), "m
              "mla up-projection": ("mla_up",), "shared_expert": ("shared",), "shared_experts": ("shared",), "attn": ("qkv", "core_attn", "attn_out")}
 DISPATCHER = {"alltoall": "alltoall", "nccl": "alltoall", "hybridep": "dedup", "deepep": "dedup", "allgather": None,
               "rowwise_nvshmem": "sync_free", "syncfree": "sync_free", "sync_free": "sync_free", "sync_1d": "alltoall"}
+DISPATCHER_SMS = {"hybridep": 16, "deepep": 20}
+"""SMs that Megatron gives a dispatcher that a run names without them (moe_hybridep_num_sms, moe_deepep_num_sms:
+https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/transformer/transformer_config.py)."""
 
 
 def precision(text: str) -> dict[str, Any]:
@@ -95,7 +98,8 @@ def dispatcher(text: str) -> dict[str, Any]:
     if DISPATCHER.get(name) is None:
         raise NotExpressible(f"dispatcher: {text!r} " + ("(all-gather of every token) is not modelled" if name == "allgather" else "is not understood"))
     sms = re.search(r"(\d+)\s*sms", low)
-    return {"dispatcher": DISPATCHER[name]} | ({"sms": int(sms.group(1))} if sms and DISPATCHER[name] != "alltoall" else {})
+    held = int(sms.group(1)) if sms else DISPATCHER_SMS.get(name)
+    return {"dispatcher": DISPATCHER[name]} | ({"sms": held} if held and DISPATCHER[name] != "alltoall" else {})
 
 
 def is_proxy(text: str) -> bool:

@@ -275,6 +275,10 @@ def _pipeline(draft: _Draft, model: ModelSpec, values: dict[str, Any]) -> None:
     # One layer a chunk; where layers don't divide, the embedding and the loss may each stand for one.
     counts = [n // values["pp"] for n in (model.num_layers, model.num_layers + 2) if n % values["pp"] == 0]
     deepest = counts[0] if draft.stack.unstated_vpp == "full" and counts else 1
+    # Forwards are paired with backwards of other microbatches in the interleaved schedule only
+    # (https://docs.nvidia.com/megatron-core/developer-guide/latest/apidocs/core/core.pipeline_parallel.combined_1f1b.html).
+    if "ep" in values["overlap"] and counts and counts[0] > 1:
+        deepest = max(deepest, next(v for v in range(2, counts[0] + 1) if counts[0] % v == 0))
     vpp = draft.number("vpp", len(stages) // values["pp"] if stages and len(stages) % values["pp"] == 0 else deepest)
     if "interleaved schedule" in draft.notes and vpp == 1:
         vpp = 2

@@ -24,6 +24,8 @@ from moesim.schedules import SCHEDULES
 from moesim.space import Space
 
 LETTERS = "FBIW"
+SECONDS = ("path", "compute", "comm", "host")
+"""What a Part has by letter; where ranks share cores, their core-seconds too."""
 NUM_LISTS = 16
 """Lists that the structures of a space are dealt to: a few for each worker, so that all end together."""
 PART_FIELDS = ("tp", "cp", "mb", "precision", "recompute", "graphs", "grad")
@@ -47,6 +49,7 @@ class Screen:
         self.scenario, self.parts, self.space, self.model = scenario, parts, space, scenario.model
         self.items = item_names(self.model)
         self.value = {f: space.column(f) for f in space.values if f not in ("overlap", "recompute", "stages")}
+        self.seconds = (*SECONDS, "cores") if parts.node else SECONDS
         self.runs: tuple | None = None
         self.combinations: dict[tuple[str, ...], tuple[np.ndarray, np.ndarray]] = {}
         self.rules = {r: np.array([r in names for names, _ in space.values["overlap"]])[space.codes["overlap"]] for r in ("ep", "shared", "grad", "param", "fsdp")}
@@ -96,7 +99,7 @@ class Screen:
         policy = memory.Policy(
             v["zero"][rows], v["reshard"][rows], np.array([GRAD_BYTES[g] for g in v["grad"][rows]]), np.array([memory.MOMENT_BYTES[o] for o in v["optimizer"][rows]]),
             self.dense_shards[rows], self.expert_shards[rows], self.prefetch[rows], np.where(v["dispatcher"][rows] == "alltoall", 0.0, 2.0),
-            self.rules["ep"][rows].astype(float),
+            self.rules["ep"][rows].astype(float), self.parts.stack.fsdp_every_stage, self.space.num_microbatches[rows],
         )
         return memory.peak(items, policy, structure, self.scenario.memory.allocator_slack)
 
@@ -111,7 +114,7 @@ class Screen:
 
     def _items(self) -> dict[str, np.ndarray]:
         """[rows, items] arrays of everything a fold over the stages needs."""
-        names = ["dense", "expert", "saved", "logits", "transient", "buffer"] + [f"{what}_{letter}" for what in ("path", "compute", "comm", "host") for letter in LETTERS]
+        names = ["dense", "expert", "saved", "logits", "transient", "buffer"] + [f"{what}_{letter}" for what in self.seconds for letter in LETTERS]
         table = {n: np.zeros((len(self.space), len(self.items))) for n in names}
         for k, item in enumerate(self.items):
             for part in layer_parts(item, self.model):
@@ -123,12 +126,18 @@ class Screen:
                         table[n][:, k] += column
         return table | self._sharding(table)
 
+    def _fields(self, is_moe: bool) -> tuple[str, ...]:
+        """Choices that a part's key depends on: as PartKey says, for this stack and profile."""
+        if is_moe:
+            return (*MOE_FIELDS, "pp") if self.parts.stack.counts_globally else MOE_FIELDS
+        return (*PART_FIELDS, "ep") if self.parts.profile.knows_spread else PART_FIELDS
+
     def _part_values(self, name: str) -> dict[str, np.ndarray]:
         """One part's numbers for every row, priced once for each distinct key."""
-        first, inverse = self._distinct(MOE_FIELDS if name.partition("@")[0] == "moe" else PART_FIELDS)
+        first, inverse = self._distinct(self._fields(name.partition("@")[0] == "moe"))
         wanted = [(self.parts.key(name, layout), layout) for layout in map(self.space.layout, first)]
         self.parts.ensure(wanted)
-        found = [_numbers(self.parts.cache[key], name) for key, _ in wanted]
+        found = [_numbers(self.parts.cache[key], self.seconds) for key, _ in wanted]
         return {n: np.array([f[n] for f in found])[inverse] for n in found[0]}
 
     def _uneven_layers(self) -> np.ndarray:
@@ -198,7 +207,16 @@ class Screen:
         vpp = len(structure.placement) // pp
         durations = self._durations(rows, structure)
         through = screen_structure(lambda m: orders_of(schedule, pp, m, vpp, paired), num_mb, durations)
-        return through + self._tail(rows, structure) + (self._ends(rows, structure, durations) if pp == 1 else 0.0)
+        found = through + self._tail(rows, structure) + (self._ends(rows, structure, durations) if pp == 1 else 0.0)
+        return np.maximum(found, self._node_seconds(rows, structure, num_mb)) if self.parts.node and self.parts.node.num_cores else found
+
+    def _node_seconds(self, rows, structure: memory.Structure, num_mb: int) -> np.ndarray:
+        """Seconds [rows] that the cores of all nodes need for what all ranks do on them, if none ever stood idle."""
+        f, b, i, w = ((self.table[f"cores_{letter}"][rows] @ structure.contents.T).sum(axis=1) for letter in LETTERS)
+        moved = self._optimizer_bytes(rows, *self._held(rows, structure))
+        once = self._kernels("optimizer", moved.ravel()).reshape(moved.shape).sum(axis=1)
+        each = self.scenario.cluster.num_gpus / structure.num_ranks / self.scenario.cluster.num_nodes
+        return each * (num_mb * (f + np.minimum(b, i + w)) + once) / self.parts.node.num_cores
 
     def _durations(self, rows, structure: memory.Structure) -> Durations:
         """Seconds [rows, stages] that one action of each letter can't beat, by lane."""
@@ -236,7 +254,7 @@ class Screen:
         """(signature [combinations], combination of each row, tables): combinations of one signature cut every part into the same
         pieces; tables[part, letter][signature] = its pieces over all combinations (zeros outside the signature)."""
         if self.runs is None:
-            first, inverse = self._distinct(MOE_FIELDS)
+            first, inverse = self._distinct(self._fields(True))
             names = tuple(dict.fromkeys(part for item in self.items for part in layer_parts(item, self.model)))
             layouts = [self.space.layout(row) for row in first]
             known: dict[tuple, list] = {}
@@ -281,16 +299,23 @@ class Screen:
     def _tail(self, rows, structure: memory.Structure) -> np.ndarray:
         """Seconds after the last backward that nothing hides: gradient norm and optimizer of the lightest rank, and reductions and
         gathers that the layout does not overlap."""
+        dense, expert = self._held(rows, structure)
+        reduce, gather = self._exposed(rows, dense, expert)
+        # Weights are gathered while the host is busy between two steps: the longer of the two counts.
+        return reduce + self._kernels("optimizer", self._optimizer_bytes(rows, dense, expert).min(axis=1)) + np.maximum(gather, self.parts.stack.end_of_step_s)
+
+    def _held(self, rows, structure: memory.Structure) -> tuple[np.ndarray, np.ndarray]:
+        """(dense, expert) parameters [rows, pipeline ranks]."""
         held = structure.rank_contents().T
-        dense, expert = self.table["dense"][rows] @ held, self.table["expert"][rows] @ held
+        return self.table["dense"][rows] @ held, self.table["expert"][rows] @ held
+
+    def _optimizer_bytes(self, rows, dense, expert) -> np.ndarray:
+        """[rows, pipeline ranks] that gradient norm and optimizer move."""
         v, zero = self.value, self.value["zero"][rows][:, None]
         shard = np.where(zero == 0, dense + expert, dense / self.dense_shards[rows][:, None] + expert / self.expert_shards[rows][:, None])
         grads = np.array([GRAD_BYTES[g] for g in v["grad"][rows]])
         traffic = np.array([OPTIMIZER_BYTES[o] for o in v["optimizer"][rows]]) + 2 * grads
-        least = shard.min(axis=1)
-        reduce, gather = self._exposed(rows, dense, expert)
-        # Weights are gathered while the host is busy between two steps: the longer of the two counts.
-        return reduce + self._kernels("optimizer", traffic * least) + np.maximum(gather, self.parts.stack.end_of_step_s)
+        return traffic[:, None] * shard
 
     def _exposed(self, rows, dense, expert) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of (reductions, gathers) that no other work of the step can hide."""
@@ -323,10 +348,10 @@ def item_names(model) -> tuple[str, ...]:
     return (*names, "tied_head") if model.tie_embeddings else names
 
 
-def _numbers(part: Part, name: str) -> dict[str, float]:
+def _numbers(part: Part, seconds: tuple[str, ...]) -> dict[str, float]:
     out = {"dense": part.dense_params, "expert": part.expert_params, "saved": part.saved, "logits": part.saved if part.key.name in HEADS else 0.0,
            "transient": part.transient, "buffer": part.buffer}
-    for what in ("path", "compute", "comm", "host"):
+    for what in seconds:
         out |= {f"{what}_{letter}": getattr(part, what)[letter] for letter in LETTERS}
     return out
 

@@ -17,7 +17,7 @@ from typing import Any, Callable, Iterator
 
 import numpy as np
 
-from moesim import engine, full, paths, whynot
+from moesim import advise, engine, full, paths, whynot
 from moesim.evaluate import Evaluator, Played, critical_rank, routing_name
 from moesim.layout import Layout, parse_layout
 from moesim.ops import OP_KINDS
@@ -25,7 +25,6 @@ from moesim.part import kind_of
 from moesim.plan import Candidate, Cost, Plan
 from moesim.screen import Screen, Screened
 from moesim.space import Space, enumerate_layouts
-from moesim.step_ops import step_ops
 from moesim.timeline import Timeline, breakdown
 from moesim.workers import worker_pool
 
@@ -87,6 +86,17 @@ def simulate(scenario, layout_text: str | None = None, *, profile=None, anchors=
     return evaluator.candidate(played, program), timeline
 
 
+def what_to_measure(scenario, layout_text: str | None = None, *, top: int = 10, lines: int = 5, profile=None, anchors=None,
+                    progress: Progress | None = None) -> dict[str, Any] | None:
+    """What to measure next, for the ranking of the ``top`` layouts of a search or, of one layout, for its interval: see `moesim.advise`.
+    None where nothing fits."""
+    if layout_text is None:
+        candidates = plan(scenario, top=top, profile=profile, anchors=anchors, progress=progress).candidates
+        return advise.advice(_evaluator(scenario, profile, anchors), candidates, lines)
+    evaluator = _evaluator(scenario, profile, anchors)
+    return advise.advice(evaluator, [evaluator.candidate(evaluator.played(evaluator.legal(layout_text)), with_skew=False)], lines)
+
+
 def explain_gap(scenario, other, layout_text: str | None = None, *, profile=None, anchors=None, measured: tuple[float, float] | None = None):
     """Why ``scenario`` (with the layout given, else its own) is slower or faster than ``other`` (with its own layout), role by role.
     ``measured``: tokens/s/GPU of both. An anchor file refits the site of both."""
@@ -105,10 +115,11 @@ def run_simulator(anchors=None):
     return RunSimulator(sites_from_file(anchors) if anchors is not None else {})
 
 
-def list_ops(scenario, layout_text: str | None = None, *, top: int = 5) -> Iterator[dict[str, Any]]:
+def list_ops(scenario, layout_text: str | None = None, *, top: int = 5, profile=None) -> Iterator[dict[str, Any]]:
     """Every distinct op that a layout's step (or the steps of the ``top`` layouts by bound) is made of, and what the profile says:
-    JSON-ready dicts, most expensive first. Of one layout also the ``count``: launches a step on the pipeline rank with most."""
-    evaluator = Evaluator(scenario)
+    JSON-ready dicts, most expensive first. Of one layout also the ``count``: launches a step on the pipeline rank with most. ``gain``:
+    seconds by which measuring the op, after those with more of it, would narrow the step's standard deviation."""
+    evaluator = Evaluator(scenario, profile)
     if layout_text or scenario.layout:
         layouts = [evaluator.legal(layout_text or scenario.layout)]
     else:
@@ -116,25 +127,15 @@ def list_ops(scenario, layout_text: str | None = None, *, top: int = 5) -> Itera
         screened = Screen(scenario, evaluator.parts, space).run()
         best = np.argsort(np.where(screened.peak_bytes <= evaluator.budget_bytes, screened.bound_s, np.inf), kind="stable")[:top]
         layouts = [space.layout(int(row)) for row in best]
-        evaluator = Evaluator(scenario)
+        evaluator = Evaluator(scenario, profile)
     programs = [evaluator.program(layout) for layout in layouts]
-    counts = _launches(evaluator, programs[0]) if len(programs) == 1 else None
+    counts = advise.launches(evaluator, programs[0]) if len(programs) == 1 else None
+    asked = advise.asked(evaluator, programs)
+    gains = {a.op: gain for a, gain in zip(asked, advise.gains(evaluator, programs, [float(s) for s in paths.step_seconds(programs)], asked))}
     priced = sorted(evaluator.parts.prices.items(), key=lambda item: -item[1][0])
     for op, (seconds, _, _, sms, term, provenance) in priced:
         yield {**op_dict(op), "class": kind_of(op), "predicted_s": seconds, "term": term, "provenance": provenance, "sms": sms,
-               **({} if counts is None else {"count": counts[op]})}
-
-
-def _launches(evaluator: Evaluator, program) -> Counter:
-    """Priced op -> launches a step on the pipeline rank that launches it most."""
-    most: Counter = Counter()
-    for rank in step_ops(program):
-        found: Counter = Counter()
-        for issued, times in rank.items():
-            op, each = evaluator.parts.kernel(issued.op)
-            found[op] += times * each
-        most |= found
-    return most
+               **({} if counts is None else {"count": counts[op]}), "gain": gains.get(op, 0.0)}
 
 
 def op_dict(op) -> dict[str, Any]:
@@ -323,11 +324,12 @@ def _mark_ties(ranked: list[Candidate]) -> list[Candidate]:
 
 
 def _assemble(scenario, evaluator, space, fits, found, candidates, rejections, spans, measured, started) -> Plan:
+    advice = advise.advice(evaluator, candidates)
     return Plan(
         scenario=_scenario(evaluator), profile=_profile(evaluator), num_layouts=len(space), num_fit=int(fits.sum()), num_bounded=found.num_bounded,
         num_path=len(found.path), num_played=len(found.step), gap=found.gap, elapsed_s=time.monotonic() - started, candidates=tuple(candidates),
         rejections=tuple(rejections), cost=_cost(scenario), memory_rule=_memory_rule(scenario), warnings=_warnings(scenario, evaluator, candidates),
-        measured=whynot.compare_measured(evaluator, candidates, measured), timeline=tuple(spans),
+        measured=whynot.compare_measured(evaluator, candidates, measured), advice=advice, timeline=tuple(spans),
     )
 
 
@@ -351,7 +353,9 @@ def _scenario(evaluator: Evaluator) -> dict[str, Any]:
 
 def _profile(evaluator: Evaluator) -> dict[str, Any]:
     p = evaluator.profile
-    return {"name": p.name, "gpu": p.gpu, "parent": p.parent, "anchored": evaluator.site.text, "model_error": evaluator.model_error.source}
+    stamp = getattr(p, "stamp", None)
+    return {"name": p.name, "gpu": p.gpu, "parent": p.parent, "anchored": evaluator.site.text, "model_error": evaluator.model_error.source,
+            "terms": dict(Counter(term.provenance for term in p.terms)), "stamp": None if stamp is None else stamp.model_dump(mode="json")}
 
 
 def _cost(s) -> Cost:

@@ -55,10 +55,15 @@ class Stack(BaseModel):
     score_passes: Annotated[float, Field(ge=0, le=100)] = 0.0  # passes over heads x seq x seq BF16 scores, forward; 0 = flash attention
     permute_passes: dict[Dispatcher, Annotated[float, Field(ge=0, le=20)]]  # passes over the k*T routed rows, a layer forward
     local_permute_passes: Annotated[float, Field(ge=0, le=20)] = 2.0
+    quantised_dispatch: bool = False  # device-side dispatchers send 8-bit rows forward in an 8- or 4-bit recipe, not BF16
     grouped_gemm: Literal["grouped", "loop"] = "grouped"  # one kernel for all local experts | one GEMM each
     grad_accumulate_bytes: Annotated[float, Field(ge=0, le=64)] = 8.0  # bytes a parameter a microbatch, beyond the GEMM's operands
     weight_grad_placeholders: bool = False  # one unused bf16 gradient a distinct weight shape is kept for autograd, beside the fused accumulation
     saves_expert_output: bool = False  # expert outputs kept for the router's gradient (weights applied after the down-projection)
+    # Parameters that fill a bucket of the step's collectives: at least so many, and so many for each rank that shares them; 0 = a layer each.
+    bucket_params: Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)] = 0.0
+    bucket_params_per_rank: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0
+    saved_tensors: Annotated[str, Field(min_length=1, max_length=60)] = "default"  # whose kernels keep what for backward: a set of scenarios/saved_tensors.yaml
     end_of_step_s: Annotated[float, Field(ge=0, le=60, allow_inf_nan=False)] = 0.0  # host work between steps nothing hides
     # Share of launches captured by graphs over the router ("router"), attention and the router ("layer"), or the step ("full").
     graph_coverage: dict[Graphs, Share] = {"none": 0.0, "router": 0.0, "layer": 1.0, "full": 1.0}  # of attention and of a dense FFN
@@ -71,6 +76,8 @@ class Stack(BaseModel):
     fsdp_copy_in_bytes: Annotated[float, Field(ge=0, le=64)] = 6.0  # a gradient: bf16 read, FP32 written
     fsdp_cast_bytes: Annotated[float, Field(ge=0, le=64)] = 6.0  # a shard's parameter before its gather: FP32 read, bf16 written
     fsdp_accumulate_bytes: Annotated[float, Field(ge=0, le=64)] = 12.0  # a shard's gradient after its reduction: FP32 added to FP32
+    counts_globally: bool = False  # a balancing loss adds expert counts up over the ranks of a stage in every MoE layer's forward
+    fsdp_every_stage: bool = False  # weights and gradients pass through those buffers at every ZeRO stage, once a step where nothing is resharded
     fsdp_reduces_in_flight: Annotated[int, Field(ge=1, le=64)] = 1
     fsdp_prefetch: Annotated[int, Field(ge=0, le=64)] = 1  # layers gathered ahead under ZeRO-3
     selective_recompute: tuple[str, ...] = ("core_attn",)  # roles meant by a bare "selective"

@@ -10,10 +10,11 @@ a stack's ``pointwise_fusion`` scales it. Low-precision recipes quantise the inp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moesim.block import Block, Node
 from moesim.ops import BYTES_PER_ELEMENT, Attention, Gemm, GroupedGemm, MemoryBound
+from moesim.saved_tensors import Saved, saved_tensors
 
 QUANTISE_BYTES = 4.0
 LOSS_BYTES_PER_LOGIT = 8.0
@@ -40,6 +41,8 @@ class Work:
     """Received rows of the rank that holds most over all layers, over the mean: never above ``load``."""
     kept: float = 1.0
     """Routes kept after capacity (padding counts as kept)."""
+    keeps: Saved = field(default_factory=lambda: saved_tensors("default"))
+    """What the kernels keep for backward."""
 
     @property
     def tokens(self) -> int:
@@ -118,8 +121,22 @@ def _norm(chain: _Chain, model, key: str, width: float | None = None) -> None:
     """A norm whose output feeds GEMMs (kept in the recipe's format) or, with ``width``, anything (that many bytes a value)."""
     d = model.hidden_size
     gains = float(d * (2 if model.norm_bias else 1))
-    saved = (chain.work.width if width is None else width) * d * chain.work.tokens
+    saved = ((chain.work.width if width is None else width) * d + _norm_extra(chain.work.keeps, d, 1)) * chain.work.tokens
     chain.pointwise(key, "norm", 2 * d, kind="norm", shard="seq", saved=saved, params=gains)
+
+
+def _norm_extra(keeps: Saved, values: int, rows: int) -> float:
+    """Bytes a token that a norm keeps beside its output and its bf16 input, which its producer counts."""
+    return (keeps.norm.normalised + keeps.norm.input - 2.0) * values + keeps.norm.row_bytes * rows
+
+
+def _qk_norm_extra(keeps: Saved, model) -> float:
+    """The same of the norms of queries and keys. Where they keep copies, the projections stay beside those for the values among them, unless
+    values were copied out (one norm over all heads)."""
+    rows = model.num_heads + model.num_kv_heads
+    values = rows * model.head_dim
+    stays = 2.0 * values if keeps.norm.input > 2.0 and model.qk_norm == "per_head" else 0.0
+    return _norm_extra(keeps, values, rows if model.qk_norm == "per_head" else 2) + stays
 
 
 def _residual(chain: _Chain, model, key: str, extra: tuple[str, ...] = ()) -> None:
@@ -132,7 +149,8 @@ def _core(chain: _Chain, model, window, qk_dim: int, v_dim: int, kv_heads: int) 
     work, heads = chain.work, model.num_heads
     op = Attention(work.batch, heads, kv_heads, work.seq_len, work.seq_len, qk_dim, v_dim, attended_pairs(work.seq_len, window))
     # Backward of the core reads its own bf16 output, that of the output projection its quantised input.
-    saved = (work.both_widths * heads * v_dim + 4.0 * heads) * work.tokens
+    core = work.keeps.core
+    saved = ((work.both_widths + core.output - 2.0) * heads * v_dim + (core.head_bytes + core.pair_bytes * work.seq_len) * heads) * work.tokens
     chain.add("core_attn", "core_attn", op, shard="heads", saved=saved, params=float(heads if model.attention_sinks else 0))
 
 
@@ -145,7 +163,7 @@ def _gqa(chain: _Chain, model, window) -> None:
         gains = float(2 * hd if model.qk_norm == "per_head" else (heads + kv) * hd)
         # Backward of a norm needs its input: the projections are kept beside the normalised heads.
         chain.pointwise("qk_norm", "qk_norm", 2 * (heads + kv) * hd, kind="norm", shard="inner", params=gains,
-                        saved=2.0 * (heads + kv) * hd * chain.work.tokens)
+                        saved=(2.0 * (heads + kv) * hd + _qk_norm_extra(chain.work.keeps, model)) * chain.work.tokens)
     chain.pointwise("rope", "rope", 2 * (heads + kv) * hd, backward_ratio=1.0, shard="inner")
     _core(chain, model, window, hd, hd, kv)
     chain.quantise("quant_out", heads * hd, "inner")
@@ -161,7 +179,8 @@ def _mla(chain: _Chain, model, window) -> None:
     down = (q_rank or 0) + kv_rank + rope
     chain.gemm("mla_down", "mla_down", down, d, "seq", bias=model.qkv_bias, saved=2.0 * down * tokens)
     ranks = (q_rank or 0) + kv_rank
-    chain.pointwise("mla_norm", "qk_norm", 2 * ranks, kind="norm", shard="seq", saved=width * ranks * tokens, params=float(ranks))
+    chain.pointwise("mla_norm", "qk_norm", 2 * ranks, kind="norm", shard="seq", saved=(width * ranks + _norm_extra(chain.work.keeps, ranks, 2)) * tokens,
+                    params=float(ranks))
     chain.quantise("quant_up", ranks, "seq")
     up = heads * (qk + model.qk_nope_head_dim + v)
     source = chain.last
@@ -205,7 +224,8 @@ def moe(model, work: Work) -> Block:
     bias = model.num_experts * (int(model.router_bias) + int(model.score_correction_bias))
     chain.add("router_gemm", "router", Gemm(work.tokens, model.num_experts, d, "bf16"), shard="seq",
               params=float(model.num_experts * d + bias))
-    chain.pointwise("router", "router", 6 * model.num_experts, shard="seq", saved=8.0 * model.num_experts * work.tokens)
+    chain.pointwise("router", "router", 6 * model.num_experts, shard="seq",
+                    saved=(work.keeps.experts.expert_bytes * model.num_experts + work.keeps.experts.route_bytes * k) * work.tokens)
     # What is kept is the rows received, so it follows the busiest rank, not the rows sent.
     chain.pointwise("permute", "permute", d * k * work.kept * work.permutes, kind="permute", backward_ratio=1.0, shard="seq", deps=("router",),
                     saved=work.width * d * rows * work.memory_load)
@@ -233,15 +253,17 @@ def _experts(chain: _Chain, model, rows: float, source: str, gate: int, f: int) 
     peak = rows / experts * work.max_expert
     biases = (gate * f, d) if model.expert_bias else (0, 0)
     kept = rows * work.memory_load / work.load
+    keeps = work.keeps.experts
+    output = (2.0 if work.saves_expert_output else 0.0) if keeps.output is None else keeps.output
     up = GroupedGemm(experts, rows, gate * f, d, work.precision, max_rows=peak)
     chain.add("expert_up", "expert_up", up, deps=(source,), shard="expert", expert=True, params=float(experts * (gate * f * d + biases[0])),
               saved=2.0 * gate * f * kept)
     chain.add("moe_act", "moe_act", MemoryBound("elementwise", 2.0 * (gate + 1) * f * rows * work.fusion, 5 / 3), shard="rows",
-              saved=work.width * f * kept)
+              saved=(work.width + keeps.activation + (keeps.up - 2.0) * gate) * f * kept)
     chain.quantise("quant_moe", f, "rows", tokens=rows)
     down = GroupedGemm(experts, rows, d, f, work.precision, max_rows=peak)
     chain.add("expert_down", "expert_down", down, shard="expert", expert=True, params=float(experts * (d * f + biases[1])),
-              saved=2.0 * d * kept if work.saves_expert_output else 0.0)
+              saved=output * d * kept)
 
 
 def head(model, work: Work, own: bool | None = None) -> Block:
@@ -251,10 +273,21 @@ def head(model, work: Work, own: bool | None = None) -> Block:
     chain, d, vocab = _Chain(work), model.hidden_size, model.vocab_size
     _norm(chain, model, "final_norm")
     weights = float(d * vocab) if (not model.tie_embeddings if own is None else own) else 0.0
-    chain.add("head", "head", Gemm(work.tokens, vocab, d, "bf16"), shard="column", params=weights, saved=2.0 * vocab * work.tokens)
-    chain.add("loss", "loss", MemoryBound("loss", LOSS_BYTES_PER_LOGIT * vocab * work.tokens, 0.75), shard="inner",
-              saved=4.0 * vocab * work.tokens)
+    loss = work.keeps.loss
+    # In chunks, no logits are left for backward but the weight gradient that they gave.
+    logits, gradient = (2.0 * vocab * d, 0.0) if loss.chunk else (loss.logit_bytes * vocab * work.tokens, loss.gradient_bytes * vocab * work.tokens)
+    chain.add("head", "head", Gemm(work.tokens, vocab, d, "bf16"), shard="column", params=weights, saved=logits)
+    chain.add("loss", "loss", MemoryBound("loss", LOSS_BYTES_PER_LOGIT * vocab * work.tokens, 0.75), shard="inner", saved=gradient)
     return chain.block()
+
+
+def loss_room(model, work: Work, tp: int, cp: int) -> float:
+    """Bytes that a loss in chunks needs while it runs, beyond what it leaves: logits of one chunk with their gradient, an FP32 sum of the
+    weight's, and the gradient of the hidden states."""
+    loss, d, vocab, tokens = work.keeps.loss, model.hidden_size, model.vocab_size / tp, work.tokens / cp
+    chunk = (loss.logit_bytes + loss.gradient_bytes) * min(loss.chunk, tokens) * vocab
+    gathered = 2.0 * d * tokens * (1.0 - 1.0 / tp)
+    return max(chunk + 4.0 * vocab * d, 6.0 * vocab * d) - 2.0 * vocab * d + 2.0 * d * tokens + gathered
 
 
 def mtp_projection(model, work: Work) -> Block:

@@ -74,7 +74,10 @@ def _dispatch(block: Block, layout, model) -> Block:
         block = insert_after(block, "permute", _count_exchange(layout, model))
     back = replace(send, combine=True, bytes_per_element=2.0)
     before = next(n for n in block if n.key == "unpermute").deps[0]
-    return insert_before(block, "unpermute", Node("combine", "combine", back, (before,), COMM, shard="seq"))
+    # What the routing weights' gradient reads are the rows that came back, whatever the experts' ranks do with theirs.
+    kept = next(n.saved for n in block if n.key == "expert_down")
+    block = Block(tuple(n.but(saved=0.0) if n.key == "expert_down" else n for n in block))
+    return insert_before(block, "unpermute", Node("combine", "combine", back, (before,), COMM, shard="seq", saved=kept))
 
 
 def _count_exchange(layout, model) -> Node:
