@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from statistics import median
-from typing import Iterable
+from typing import Callable, Iterable
 
 from moesim.layout import num_microbatches
 from moesim.runs import Run
@@ -17,14 +17,14 @@ def ideal_tokens(run: Run) -> float:
     return peak / run.model.flops_per_token(run.workload.seq_len) * rounds / (rounds + layout.pp - 1)
 
 
-def fit(runs: Iterable[Run]) -> float:
+def fit(runs: Iterable[Run], ideal: Callable[[Run], float] = ideal_tokens) -> float:
     """The constant MFU: median of measured over ideal. Raises ValueError without a measured run."""
-    ratios = [run.measured.tokens_per_s_per_gpu / ideal_tokens(run) for run in runs if run.measured.tokens_per_s_per_gpu]
+    ratios = [run.measured.tokens_per_s_per_gpu / ideal(run) for run in runs if run.measured.tokens_per_s_per_gpu]
     if not ratios:
         raise ValueError("baseline: no measured run to fit the MFU on")
     return median(ratios)
 
 
-def predict(run: Run, mfu: float) -> float:
+def predict(run: Run, mfu: float, ideal: Callable[[Run], float] = ideal_tokens) -> float:
     """tokens/s/GPU."""
-    return mfu * ideal_tokens(run)
+    return mfu * ideal(run)

@@ -80,12 +80,16 @@ def point(run: Run, group: str, coverage: Coverage, bands: bool = False) -> Poin
         rate = evaluator.tokens_per_s(evaluator.step_seconds(weights, programs))
     except ValueError:
         return None
+    return Point(run.id, group, run.stack.name, GENERATIONS[run.cluster.gpu.name], features_of(run.model, run.cluster, run.proxy_dispatcher),
+                 float(np.log(rate / run.measured.tokens_per_s_per_gpu)), slopes(weights, programs), doubt=assumption_sigma(run.assumed, run.pinned),
+                 spread=_spread(evaluator, programs[-1]) if bands else 0.0, far=ModelError.far(evaluator.provenance(programs[-1])))
+
+
+def slopes(weights: np.ndarray, programs: Sequence[Program]) -> tuple[float, ...]:
+    """d ln(step) / d ln(factor) of each of KINDS; the step is ``weights`` @ seconds of ``programs``."""
     factors = {kind: np.exp(STEP * np.eye(len(KINDS) + 1)[i + 1]) for i, kind in enumerate(KINDS)}
     seconds = sum(w * paths.step_draws(by_kind(p), factors) for w, p in zip(weights, programs))
-    slope = np.log(seconds[1:] / seconds[0]) / STEP
-    return Point(run.id, group, run.stack.name, GENERATIONS[run.cluster.gpu.name], features_of(run.model, run.cluster, run.proxy_dispatcher),
-                 float(np.log(rate / run.measured.tokens_per_s_per_gpu)), tuple(slope.tolist()), doubt=assumption_sigma(run.assumed, run.pinned),
-                 spread=_spread(evaluator, programs[-1]) if bands else 0.0, far=ModelError.far(evaluator.provenance(programs[-1])))
+    return tuple((np.log(seconds[1:] / seconds[0]) / STEP).tolist())
 
 
 def _spread(evaluator: Evaluator, program: Program) -> float:
@@ -99,7 +103,9 @@ def by_kind(program: Program) -> Program:
     kept = ("optimizer", "grad_norm", "param_copy_out", "grad_copy_in", "param_gather", "grad_reduce")
 
     def renamed(task):
-        terms = tuple((role, (None if role in kept else kind_of(role, term)) or "-", s) for role, term, s in task.terms)
+        # What runs at the rate of its wire can't be any faster, whatever software starts it.
+        wire = any(share >= 1.0 for name, share in task.uses if name in ("nvlink", "nic"))
+        terms = tuple((role, (None if wire or role in kept else kind_of(role, term)) or "-", s) for role, term, s in task.terms)
         return replace(task, terms=terms)
 
     bodies = lambda many: tuple(tuple(map(renamed, body)) for body in many)  # noqa: E731

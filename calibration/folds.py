@@ -90,19 +90,19 @@ def label_from(row: Mapping[str, str], stacks: set[str], gpus: set[str]) -> str:
 def splits(rows: Sequence[Mapping[str, str]]) -> Iterator[Split]:
     """The three ways of holding out: whole groups by fold, whole GPU types, whole stack releases. Rows of a split that are not of
     its label (a fold that holds all of a small stack, say) come as a split of their own label."""
-    committed = read_folds()
+    committed, stack_of_row = read_folds(), {row["id"]: stack_release(row) for row in rows}
     for fold in range(NUM_FOLDS):
-        yield from _split(f"fold {fold}", rows, lambda row: committed[row["id"]] == fold)
+        yield from _split(f"fold {fold}", rows, stack_of_row, lambda row: committed[row["id"]] == fold)
     for gpu in sorted({row["gpu_type"] for row in rows}):
-        yield from _split(f"GPU {gpu}", rows, lambda row: row["gpu_type"] == gpu)
-    for stack in sorted({stack_release(row) for row in rows}):
-        yield from _split(f"stack {stack}", rows, lambda row: stack_release(row) == stack)
+        yield from _split(f"GPU {gpu}", rows, stack_of_row, lambda row: row["gpu_type"] == gpu)
+    for stack in sorted(set(stack_of_row.values())):
+        yield from _split(f"stack {stack}", rows, stack_of_row, lambda row: stack_of_row[row["id"]] == stack)
 
 
-def _split(name: str, rows: Sequence[Mapping[str, str]], is_held) -> Iterator[Split]:
+def _split(name: str, rows: Sequence[Mapping[str, str]], stack_of_row: Mapping[str, str], is_held) -> Iterator[Split]:
     fit = [row for row in rows if not is_held(row)]
     ids = tuple(row["id"] for row in fit)
-    stacks, gpus = {stack_release(row) for row in fit}, {row["gpu_type"] for row in fit}
+    stacks, gpus = {stack_of_row[i] for i in ids}, {row["gpu_type"] for row in fit}
     by_label: dict[str, list[str]] = {}
     for row in rows:
         if is_held(row):

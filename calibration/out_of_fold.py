@@ -75,17 +75,18 @@ def half_width(p: Point, sigmas: dict[str, float]) -> float:
 
 
 def model_error(residuals: dict[str, dict[str, float]], found: Sequence[Point]) -> dict[str, float]:
-    """Of the tables on a grid whose bands hold 80% of the runs held out by fold, and no less than AWAY of those held out by GPU or
-    release, that with the best interval score over the former (https://doi.org/10.1198/016214506000001437)."""
+    """Of the tables on a grid whose bands hold 80% of the runs held out by fold, and no less than AWAY of those held out by GPU and of
+    those by release, that with the best interval score over the former (https://doi.org/10.1198/016214506000001437)."""
     by_id = {p.id: p for p in found}
-    rows = [(abs(e), by_id[i], label == LABELS[0]) for label in LABELS for i, e in residuals[label].items()]
-    size, far, doubt, spread, known = (np.array(column) for column in zip(*((e, p.far, p.doubt, p.spread, near) for e, p, near in rows)))
+    rows = [(abs(e), by_id[i], LABELS.index(label)) for label in LABELS for i, e in residuals[label].items()]
+    size, far, doubt, spread, label = (np.array(column) for column in zip(*((e, p.far, p.doubt, p.spread, at) for e, p, at in rows)))
+    known, away = label == 0, [label == at for at in (1, 2) if (label == at).any()]
     best = (np.inf, {})
     for share, further, base in product(ASSUMED_SHARES, EXTRAPOLATED, BASES):
         widths = Z80 * np.sqrt(base**2 + (further * far) ** 2 + (share * doubt) ** 2 + spread**2)
         score = float(np.mean((2 * widths + 2 / ALPHA * np.maximum(size - widths, 0))[known]))
         inside_band = size <= widths
-        enough = inside_band[known].mean() >= COVERED and (known.all() or inside_band[~known].mean() >= AWAY)
+        enough = inside_band[known].mean() >= COVERED and all(inside_band[apart].mean() >= AWAY for apart in away)
         if enough and score < best[0]:
             best = (score, {"base": base, "extrapolated": further, "assumptions": share})
     if not best[1]:
@@ -114,12 +115,14 @@ def _least(inside) -> float:
 def baseline_errors(runs: dict[str, Run], rows) -> dict[str, dict[str, float]]:
     """label -> id -> ln(three-line baseline / measured), its MFU (one for MoE, one for dense) fitted outside the row's split."""
     out: dict[str, dict[str, float]] = defaultdict(dict)
+    ideals = {i: baseline.ideal_tokens(run) for i, run in runs.items()}
+    ideal = lambda run: ideals[run.id]  # noqa: E731
     for split in splits(rows):
         for moe in (True, False):
             fit, held = ([runs[i] for i in ids if i in runs and (runs[i].model.num_experts > 0) is moe] for ids in (split.fit, split.held))
             if fit and held:
-                mfu = baseline.fit(fit)
-                out[split.label] |= {r.id: float(np.log(baseline.predict(r, mfu) / r.measured.tokens_per_s_per_gpu)) for r in held}
+                mfu = baseline.fit(fit, ideal)
+                out[split.label] |= {r.id: float(np.log(baseline.predict(r, mfu, ideal) / r.measured.tokens_per_s_per_gpu)) for r in held}
     return out
 
 

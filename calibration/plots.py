@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import escape
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,33 @@ def write_plots(bench: Bench, gpu: str, folder: Path) -> Path:
     ]
     path = folder / f"{gpu}.html"
     write_text(path, HEAD.format(title=f"Fits of {gpu}") + "".join(parts))
+    return path
+
+
+def write_measured(made, folder: Path) -> Path:
+    """Predicted over measured seconds of every line of a fit from measurement files, noisy ones apart, and the curves. Returns the page."""
+    import plotly.graph_objects as go
+    import plotly.io
+
+    from moesim.pricing import kernel
+
+    profile, agreement, curves = made.profile, go.Figure(), go.Figure()
+    for name in made.fitted:
+        for noisy in (False, True):
+            rows = [r for r in made.lines.terms[name] if r.noisy == noisy]
+            if rows:
+                seconds = np.array([r.seconds for r in rows])
+                ratio = kernel(profile.term(name).kind, profile.num_sms, [r.op for r in rows])(profile.parameters(name, in_training=False)) / seconds
+                agreement.add_scatter(x=seconds.tolist(), y=ratio.tolist(), mode="markers", name=name + (", noisy" if noisy else ""), text=[str(r.op) for r in rows],
+                                      marker={"symbol": "circle-open" if noisy else "circle"})
+    agreement.update_layout(title="predicted / measured, in sample", xaxis_type="log", xaxis_title="measured seconds", yaxis_title="ratio")
+    for c in profile.curves:
+        if c.software == profile.nccl and not c.lender:
+            curves.add_scatter(x=list(c.bytes), y=list(c.seconds), name=f"{c.kind} over {c.members}")
+    curves.update_layout(title="collectives", xaxis_type="log", yaxis_type="log", xaxis_title="bytes (nccl-tests size)", yaxis_title="seconds")
+    parts = [plotly.io.to_html(f, full_html=False, include_plotlyjs=i == 0, div_id=f"measured-{i}") for i, f in enumerate((agreement, curves))]
+    path = folder / f"{profile.name}.html"
+    write_text(path, HEAD.format(title=f"Fits of {escape(profile.name)}") + "".join(parts))
     return path
 
 

@@ -175,12 +175,13 @@ def dispatch_terms(bench: Bench, gpu: str) -> Iterator[Term]:
     sheet = bench.sheets[gpu]
     rates, papers = network.modern_dispatcher()
     modern = scaled({**rates, "copy_bytes": 1.0, "relay": 1.0, "fixed_s": constants.PUT_S}, "dispatch", bench.sheets["b200"], sheet)
+    called = {**modern, "fixed_s": constants.DISPATCH_CALL_S}
     first = gpu if gpu in bench.dispatch else PARENTS.get(gpu, "h100")
     fitted = scaled(bench.dispatch[first].parameters, "dispatch", bench.sheets[first], sheet)
     rows = network.dispatch_rows(first, bench.rows)
     error = validate.errors(network.predict_dispatch(bench.dispatch[first].parameters, rows, bench.sheets[first]["nvlink"]), measured(rows), "in sample")
     leg = {"relay": bench.dispatch["h100"].parameters["relay"]}
-    for name, parameters, origin in (("dedup", modern, papers), ("sync_free", modern, (*papers, constants.GIN))):
+    for name, parameters, origin in (("dedup", called, (*papers, constants.HYBRID_EP)), ("sync_free", modern, (*papers, constants.GIN))):
         yield Term(name=f"dispatch.{name}", kind="dispatch", parameters=parameters, provenance="extrapolated", sigma_log=0.25, shared={"nvlink": 0.05}, sources=origin)
     own = gpu in bench.dispatch
     yield Term(name="dispatch.dedup_v1", kind="dispatch", label="DeepEP V1", parameters={**fitted, **leg}, stderr=bench.dispatch[first].stderr,

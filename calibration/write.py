@@ -16,11 +16,14 @@ def write_text(path: Path, text: str) -> None:
     write_atomically(path, text)
 
 
-def profile_yaml(profile: HardwareProfile) -> str:
-    """YAML text; the same profile gives the same bytes."""
+HEAD = "Written by `python -m calibration fit` from calibration/measurements; edit those, not this file."
+
+
+def profile_yaml(profile: HardwareProfile, head: str = HEAD) -> str:
+    """YAML text under a comment; the same profile gives the same bytes."""
     import yaml
 
-    head = "# Written by `python -m calibration fit` from calibration/measurements; edit those, not this file.\n"
+    head = f"# {head}\n"
     body = yaml.safe_dump(_rounded(profile.model_dump(mode="json", exclude_defaults=True)), sort_keys=False, width=160, default_flow_style=None)
     return head + body
 
