@@ -29,21 +29,23 @@ ROWS = {
     "1a": "fields ops schedules site training",
     "1b": "measurement spec",
     "2a": "block layout load program routing schema",
-    "2b": "compiled fuse run_models sharing stack wiring",
-    "2c": "run_fields timeline",
+    "2b": "compiled fuse run_models seats sharing stack wiring",
+    "2c": "saved_tensors run_fields timeline",
     "3a": "axes costs maxplus memory play runs space transformer",
-    "3b": "critical pricing rank",
+    "3b": "critical node pricing rank",
     "4a": "coverage model_error plan profile",
     "4b": "part",
     "4c": "parts",
-    "4d": "assembly",
+    "4d": "assembly origins",
+    "4e": "uncertainty",
     "5a": "bounds engine paths",
     "5b": "overlap",
     "6a": "predict screen",
     "6b": "anchors evaluate",
-    "6c": "anchored compare full step_ops whynot",
-    "6d": "search",
-    "7a": "launch report",
+    "6c": "anchored compare full rank_memory step_ops whynot",
+    "6d": "advise",
+    "6e": "search",
+    "7a": "launch report terminal",
     "7b": "charts",
     "7c": "page",
     "8a": "cli",
@@ -58,11 +60,11 @@ HOMES = {
     "safetensors": {f"moetrain.{m}" for m in ("forced", "export.read", "export.write", "observe.routing_log")},
     "simpy": {"moesim.engine"},
     "yaml": {"moesim.document", "calibration.write"},
-    "plotly": {"moesim.page", "calibration.plots"},
-    "scipy": {"calibration.fit", "moesim.profile"},
-    "typer": {"moesim.cli", "calibration.__main__", "moetrain.cli", "moetrain.data.cli", "moetrain.observe.cli", "moetrain.bench.cli"},
-    "rich": {"moesim.cli", "moesim.report", "moetrain.observe.log", "moetrain.data.cli", "moetrain.bench.cli"},
-    "pydantic": {f"moesim.{m}" for m in ("spec", "hardware", "training", "fields", "load", "profile", "stack", "model_error", "coverage")} | {"moetrain.data.shards", "moetrain.export.config"},
+    "plotly": {"moesim.page", "calibration.plots", "calibration.compare_page", "calibration.scoreboard_page"},
+    "scipy": {"calibration.fit", "calibration.posterior"},
+    "typer": {"moesim.cli", "moesim.terminal", "calibration.__main__", "moetrain.cli", "moetrain.data.cli", "moetrain.observe.cli", "moetrain.bench.cli"},
+    "rich": {"moesim.terminal", "moesim.report", "calibration.__main__", "calibration.scoreboard_command", "moetrain.observe.log", "moetrain.data.cli", "moetrain.bench.cli"},
+    "pydantic": {f"moesim.{m}" for m in ("spec", "hardware", "training", "fields", "load", "profile", "stack", "model_error", "coverage", "saved_tensors")} | {"moetrain.data.shards", "moetrain.export.config"},
     "pint": {"moesim.units"},
 }
 LAZY = {"pint", "plotly", "scipy"}
@@ -77,7 +79,7 @@ VOCABULARY = {
 }
 SHARED = {
     "axes": {"moesim.axes.scale"},
-    "costs": {"moesim.costs.base", "moesim.costs.tiles"},
+    "costs": {"moesim.costs.base", "moesim.costs.core", "moesim.costs.tiles"},
     "schedules": {"moesim.schedules"},
 }
 PLUGIN_LIBRARIES = {"axes": set(), "costs": {"numpy"}, "schedules": set()}
@@ -85,7 +87,7 @@ PLUGIN_LIBRARIES = {"axes": set(), "costs": {"numpy"}, "schedules": set()}
 
 # What the trainer may see of the planner: words for models, layouts and ops, the readers of files, and which ops a step issues; nothing that
 # says what they cost, or searches.
-TRAINER_SEES = {"closed_form", "document", "files", "hardware", "huggingface", "layout", "load", "measurement", "ops", "program", "routing", "schedules", "spec",
+TRAINER_SEES = {"closed_form", "document", "files", "hardware", "huggingface", "layout", "load", "measurement", "ops", "program", "rank_memory", "routing", "schedules", "spec",
                 "step_ops", "timeline", "training", "units", ""}
 
 

@@ -19,7 +19,7 @@ from test_report import plan_from_json
 from typer.testing import CliRunner
 
 import moesim
-from moesim import cli, launch
+from moesim import cli, launch, terminal
 from moesim.files import write_atomically
 from moesim.layout import LayoutError
 from moesim.fields import to_text
@@ -62,8 +62,8 @@ def search(monkeypatch):
         span = Span(rank=0, stream=0, name="attention", kind="attention", start=0.0, end=0.5, entry="0F0")
         return golden.candidates[0], Timeline(0.5, 1, lambda rank=None: [span])
 
-    def list_ops(scenario, layout_text=None):
-        fake.calls.append((scenario, {"layout_text": layout_text}))
+    def list_ops(scenario, layout_text=None, **options):
+        fake.calls.append((scenario, {"layout_text": layout_text, **options}))
         yield {"kind": "gemm", "m": 4096}
         yield {"kind": "attention", "layout": layout_text}
 
@@ -71,6 +71,11 @@ def search(monkeypatch):
         fake.calls.append((anchors, {}))
         return _first_of_golden
 
+    def what_to_measure(scenario, layout_text=None, **options):
+        fake.calls.append((scenario, {"layout_text": layout_text, **options}))
+        return golden.advice if fake.answer.candidates else None
+
+    fake.what_to_measure = what_to_measure
     fake.plan, fake.simulate, fake.list_ops, fake.run_simulator = plan, simulate, list_ops, run_simulator
     monkeypatch.setitem(sys.modules, "moesim.search", fake)
     monkeypatch.setattr(moesim, "search", fake, raising=False)
@@ -87,7 +92,7 @@ def run(*arguments):
 
 
 def assert_bad_input(result, *said):
-    assert result.exit_code == cli.BAD_INPUT, result.output
+    assert result.exit_code == terminal.BAD_INPUT, result.output
     assert result.stdout == ""
     assert result.stderr.startswith("moesim: ") and result.stderr.count("\n") == 1 and "Traceback" not in result.stderr
     for words in said:
@@ -102,7 +107,7 @@ def test_plan_prints_the_table_and_passes_every_option(scenario, search):
                  "--pin", "dp16 ep8 zero1 mb1 1f1b", "--measured", 41000)
     assert result.exit_code == 0, result.output
     assert "Ranked layouts" in result.stdout and "Why not" in result.stdout and result.stderr == ""
-    assert max(map(len, result.stdout.splitlines())) <= cli.PIPED_WIDTH
+    assert max(map(len, result.stdout.splitlines())) <= terminal.PIPED_WIDTH
     (spec, options), = search.calls
     assert spec.model.num_experts == 8
     assert (options["top"], options["profile"], str(options["anchors"]), options["pin"], options["measured"]) == (
@@ -130,7 +135,7 @@ def test_nothing_fits(scenario, search, tmp_path, candidates):
     assert not pinned.fits
     search.answer = dataclasses.replace(search.answer, candidates=(pinned,) * candidates, timeline=())
     result = run("plan", scenario, "--launch", tmp_path / "job", "--json", tmp_path / "p.json", "--html", tmp_path / "p.html")
-    assert result.exit_code == cli.NOTHING_FITS
+    assert result.exit_code == terminal.NOTHING_FITS
     assert "No layout of this search fits." in result.stdout and "optimizer state and" in result.stdout
     assert len(json.loads((tmp_path / "p.json").read_text())["candidates"]) == candidates
     assert not (tmp_path / "job").exists()
@@ -184,17 +189,17 @@ def test_interrupt_is_130(scenario, search, tmp_path):
 
     search.plan = interrupted
     result = run("plan", scenario, "--json", tmp_path / "p.json")
-    assert result.exit_code == cli.INTERRUPTED and result.stderr == "interrupted\n"
+    assert result.exit_code == terminal.INTERRUPTED and result.stderr == "interrupted\n"
     assert not (tmp_path / "p.json").exists()
 
 
 def test_progress_shows_on_a_terminal_only(monkeypatch):
-    with cli._progress(quiet=False) as update:
+    with terminal.progress_bars(quiet=False) as update:
         assert update is None
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with cli._progress(quiet=True) as update:
+    with terminal.progress_bars(quiet=True) as update:
         assert update is None
-    with cli._progress(quiet=False) as update:
+    with terminal.progress_bars(quiet=False) as update:
         for done in range(3):
             update("bound", done, 2)
         update("play", 1, 40)
@@ -303,6 +308,28 @@ def test_ops_is_one_object_a_line(scenario, search, tmp_path):
     assert [json.loads(line)["kind"] for line in result.stdout.splitlines()] == ["gemm", "attention"]
     assert run("ops", scenario, "-o", tmp_path / "ops.jsonl", "--layout", "dp16").exit_code == 0
     assert json.loads((tmp_path / "ops.jsonl").read_text().splitlines()[1])["layout"] == "dp16"
+
+
+def test_advise_names_measurements_as_lines_for_the_bench(scenario, search, tmp_path):
+    result = run("advise", scenario, "--top", 3, "-o", tmp_path / "ops.jsonl", "--json", tmp_path / "a.json", "--profile", "b300")
+    assert result.exit_code == 0, result.output
+    (_, options), = search.calls
+    assert (options["layout_text"], options["lines"], options["profile"]) == (None, 3, "b300")
+    lines = [json.loads(line) for line in (tmp_path / "ops.jsonl").read_text().splitlines()]
+    assert lines == search.answer.advice["measure"] == json.loads((tmp_path / "a.json").read_text())["measure"]
+    for said in ("Gemm m=4096 n=7168 k=2048 bf16", "extrapolated", "an anchor run", "another is best", "ranking"):
+        assert said in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= terminal.PIPED_WIDTH
+    assert json.loads(run("advise", scenario, "-o", "-").stdout) == lines[0]
+    assert run("advise", scenario, "--layout", "dp16").exit_code == 0 and search.calls[-1][1]["layout_text"] == "dp16"
+
+
+def test_advise_refuses_and_says_where_nothing_fits(scenario, search, tmp_path):
+    assert_bad_input(run("advise", scenario, "-o", "-", "--json", "-"), "stdout")
+    assert_bad_input(run("advise", scenario, "-o", "/no/such/folder/f"), "/no/such/folder")
+    search.answer = dataclasses.replace(search.answer, candidates=())
+    result = run("advise", scenario, "-o", tmp_path / "ops.jsonl")
+    assert result.exit_code == terminal.NOTHING_FITS and result.stderr.count("\n") == 1 and not (tmp_path / "ops.jsonl").exists()
 
 
 def test_predict(search, tmp_path):

@@ -26,6 +26,7 @@ model: {{name: tiny, num_layers: 4, hidden_size: 32, vocab_size: 64, num_heads: 
   num_experts: 8, top_k: 2, moe_intermediate_size: 24, num_shared_experts: 1, num_leading_dense_layers: 1, qk_norm: per_head,
   norm_placement: post, embedding_norm: true}}
 cluster: cpu_gloo
+stack: moetrain
 workload: {{seq_len: {SEQ_LEN}, global_batch_tokens: {ROWS * SEQ_LEN}, routing: {{kind: balanced}}}}
 train: {{dtype: bfloat16, device: cpu, steps: 10, moe: {{routing: balanced, aux_loss: 0, z_loss: 0}}, log: {{preflight: false}},
   checkpoint: {{resume: never}}, watchdog_s: 0}}

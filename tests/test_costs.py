@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moesim.costs import COSTS, attention, collectives, dispatch, fused_ffn, gemm, grouped_gemm, memory_bound
+from moesim.costs import (
+    COSTS, attention, collectives, core_attention, core_gemm, core_grouped_gemm, core_memory, dispatch, fused_ffn, gemm, grouped_gemm, memory_bound,
+)
 from moesim.costs.base import Reach
 from moesim.costs.collectives import Curve
 from moesim.costs.tiles import tile_seconds
@@ -37,6 +39,20 @@ def sweeps():
         yield "attention", f"pairs, backward {backward}", attention.seconds(a, SMS, 1, 32, 4096.0, SIZES * 40, 128.0, 128.0, 1e8, backward)
         yield "attention", f"batch, backward {backward}", attention.seconds(a, SMS, SIZES, 32, 512.0, 512 * 256.0, 128.0, 128.0, SIZES * 1e6, backward)
     yield "memory_bound", "bytes", memory_bound.seconds(mb, np.zeros(len(SIZES), int), SIZES * 1e3)
+    yield from core_sweeps()
+
+
+def core_sweeps():
+    """The same of one CPU core."""
+    c, cg, ca, cm = (defaults(m) for m in (core_gemm, core_grouped_gemm, core_attention, core_memory))
+    for axis, shape in (("m", (SIZES, 256, 512)), ("n", (64, SIZES, 512)), ("k", (64, 256, SIZES))):
+        yield "core_gemm", axis, core_gemm.seconds(c, *shape, 2.0)
+    for weight in (False, True):
+        yield "core_grouped_gemm", f"rows, weight {weight}", core_grouped_gemm.seconds(cg, 8, SIZES, 256, 512, weight, False)
+        yield "core_grouped_gemm", f"n, weight {weight}", core_grouped_gemm.seconds(cg, 8, 512, SIZES, 512, weight, True)
+        yield "core_attention", f"pairs, backward {weight}", core_attention.seconds(ca, 4, 8, 256.0, SIZES * 10, 64.0, 64.0, weight)
+        yield "core_attention", f"q_len, backward {weight}", core_attention.seconds(ca, 4, 8, SIZES, 1e5, 64.0, 64.0, weight)
+    yield "core_memory", "bytes", core_memory.seconds(cm, SIZES * 1e4)
 
 
 @pytest.mark.parametrize("model,axis,seconds", list(sweeps()), ids=lambda v: v if isinstance(v, str) else "")
@@ -51,6 +67,24 @@ def test_every_model_declares_its_parameters_with_units_and_bounds():
         names = [p.name for p in module.PARAMETERS]
         assert len(names) == len(set(names)), name
         assert all(p.unit and p.low < p.high for p in module.PARAMETERS), name
+
+
+def test_a_core_multiplies_at_its_rate_in_the_limit_and_pays_each_group():
+    """Large products take 2 m n k / rate; small m is slow by what packing costs; 8 groups cost 7 group times more than one of all rows."""
+    p = defaults(core_gemm)
+    big = 2.0 * 30_000**3 / p["rate"]
+    assert core_gemm.seconds(p, 30_000, 30_000, 30_000, 2.0) == pytest.approx(big, rel=0.01)
+    assert core_gemm.seconds(p, 1, 4096, 4096, 2.0) > 5 * 2.0 * 4096**2 / p["rate"]
+    g = defaults(core_grouped_gemm)
+    one, eight = (core_grouped_gemm.seconds(g, groups, 4096.0, 256, 512, False, False) for groups in (1, 8))
+    assert eight - one == pytest.approx(7 * (g["group_s"] + 2 * g["ramp_rows"] * 256 * 512 / g["rate"]))
+
+
+def test_a_stream_is_fast_in_cache_and_slow_beyond():
+    p = defaults(core_memory)
+    marginal = lambda b: (core_memory.seconds(p, 1.001 * b) - core_memory.seconds(p, b)) / (0.001 * b)  # noqa: E731
+    assert 1 / marginal(p["cache_bytes"] / 1e4) == pytest.approx(p["bandwidth"] * p["cached"], rel=0.01)
+    assert 1 / marginal(p["cache_bytes"] * 1e4) == pytest.approx(p["bandwidth"], rel=0.01)
 
 
 def test_tiles_equal_the_dumb_count_where_nothing_is_smooth():
@@ -101,7 +135,32 @@ def test_wire_bytes_conserve_the_algorithm():
     assert nv + nic == pytest.approx(3.2e9 * 31 / 32)
     nv, nic = collectives.leg_bytes(params, "all_reduce", 3.2e9, n_in, n_out)
     assert nv == pytest.approx(2 * 3.2e9 * 31 / 32)
-    assert nic * 8 == pytest.approx(2 * 3.2e9 * 3 / 4)  # a domain sends the buffer out once in each of two passes
+    assert nic * 8 == pytest.approx(2 * 3.2e9 * 31 / 32)  # every edge of a ring carries the same, those that leave a domain too
+    two = collectives.leg_bytes(params, "all_reduce", 3.2e9, n_in, np.array([2.0]))[1]
+    assert two * 8 == pytest.approx(3.2e9)  # over a tree of two domains the border sees the buffer once each way
+
+
+def test_a_ring_takes_the_protocol_that_is_fastest_at_its_size(tables):
+    """NCCL's own model of an all-gather over 128 domains of 8: LL's steps where there is next to nothing to send, Simple's for a
+    large buffer (https://github.com/NVIDIA/nccl/blob/5067397c26/src/graph/tuning.cc: 0.6 and 2.7 us, 3.4 and 14 us a step)."""
+    params, where = defaults(collectives), reach(8, 128, nic=1e10)
+    near, far = 128 * 7, 127
+    small, large = (collectives.seconds(params, tables, "all_gather", np.array([size]), where)[0][0] for size in (1.0, 64e9))
+    assert small == pytest.approx(near * 0.6e-6 + far * 2.7e-6, rel=0.1)  # and the latency inside a domain
+    moving = 64e9 * 1023 / 1024 / 8 / (1e10 * params["ring_efficiency"] * 64 ** -params["decay"])
+    assert moving < large < 1.05 * moving + near * 3.4e-6 + far * 14e-6
+
+
+def test_a_dispatcher_over_two_nodes_pays_for_both_legs():
+    """HybridEP on 16 H100, 16 SMs, bf16: 72 and 63 GB/s with the sender's own node counted, which is 1.6 and 1.9 ms for 4,096 tokens of
+    7,168 (https://github.com/deepseek-ai/DeepEP/blob/hybrid-ep/docs/README_Hybrid-EP.md); the NIC alone would take 1.3."""
+    from moesim.load import load_cluster
+    from moesim.ops import Dispatch, Group
+    from moesim.profile import load_profile
+
+    op = Dispatch(tokens=4096, hidden=7168, bytes_per_element=2.0, top_k=8, num_experts=128, group=Group(16), dispatcher="dedup", sms=16)
+    seconds = load_profile("h100").price([op], load_cluster("hgx_h100", ("num_nodes=2",))).seconds[0]
+    assert 1.45e-3 < seconds < 1.9e-3
 
 
 def test_a_group_of_one_costs_nothing(tables):

@@ -87,6 +87,35 @@ def test_a_factor_scales_what_it_names():
     assert table.num_runs >= 0
 
 
+def test_no_factor_beats_the_wire():
+    """A dispatch over NICs is at its line rate or above, whatever factor was fitted; a factor above one still counts."""
+    from moesim.coverage import Coverage
+    from moesim.ops import Dispatch
+
+    scenario = load_scenario("olmo_core3_new", ("stack=megatron_bridge", "cluster.num_nodes=8"))
+    plain, seconds = Evaluator(scenario), {}
+    layout = plain.legal("dp64 ep64 dedup")
+    for factor in (0.01, 1.0, 3.0):
+        coverage = Coverage(source="test", num_runs=0, stacks={"megatron_bridge": {"blackwell": {"dispatch": factor}}})
+        parts = Parts(scenario.model, scenario.cluster, scenario.workload, plain.stack, plain.profile, coverage=coverage)
+        op, seconds[factor] = next((p.node.op, p.seconds) for p in parts.get("moe", layout).forward if isinstance(p.node.op, Dispatch))
+        wire = max(parts.prices[op][1:3])
+    assert seconds[0.01] == pytest.approx(wire) and wire < seconds[1.0] and seconds[3.0] == pytest.approx(3 * seconds[1.0])
+
+
+@pytest.mark.parametrize("stack, width", [("megatron_bridge", 2.0), ("quantising", 1.0)])
+def test_rows_travel_in_bf16_unless_the_stack_quantises_them(stack, width):
+    from moesim.ops import BYTES_PER_ELEMENT, Dispatch
+
+    scenario = load_scenario("olmo_core3_new", ("stack=megatron_bridge",))
+    plain = Evaluator(scenario)
+    own = plain.stack if stack == "megatron_bridge" else plain.stack.model_copy(update={"quantised_dispatch": True})
+    parts = Parts(scenario.model, scenario.cluster, scenario.workload, own, plain.profile)
+    part = parts.get("moe", plain.legal("dp8 ep8 dedup fp8"))
+    sent = [p.node.op.bytes_per_element for p in part.forward if isinstance(p.node.op, Dispatch)]
+    assert sent == [pytest.approx(width if width == 2.0 else BYTES_PER_ELEMENT["fp8"]), 2.0]
+
+
 @pytest.mark.parametrize("role, term, kind", [
     ("qkv", "gemm.bf16", "gemm_bf16"), ("mlp_up", "gemm.wgrad.mxfp8", "gemm_fp8"), ("head", "gemm.nvfp4", "gemm_fp4"), ("expert_up", "gemm.fp8", "grouped_fp8"),
     ("expert_down", "grouped_gemm.wgrad.bf16", "grouped_bf16"), ("core_attn", "attention.backward", "attention"), ("norm", "memory.norm", "memory"),

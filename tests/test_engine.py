@@ -267,3 +267,16 @@ def test_impossible_loads_are_refused(program, message):
 def test_plays_are_repeatable():
     program = contended(random.Random(5), random_program(random.Random(5), "dualpipev", size=(3, 8, 2)))
     assert run(program).spans == run(program).spans
+
+
+def test_what_a_nic_carries_alone_is_not_slowed_by_compute():
+    """Gamma slows what SMs copy: all of a transfer over NVLink, nothing of one over a NIC, and of a dispatch over 8 nodes (EP 64 on
+    H800: legs of 1.3 and 2.2 ms) the NVLink leg, as https://github.com/deepseek-ai/profile-data shows."""
+    from moesim.sharing import Load, rates
+
+    gammas = {("dispatch", "gemm"): 0.99}
+    beside = Load("gemm")
+    inside, far, both = (rates([Load("dispatch", uses, stream=1), beside], gammas, 0)[0] for uses in (
+        (("nvlink", 0.8),), (("nic", 0.9),), (("nvlink", 0.5), ("nic", 0.85))))
+    assert inside == pytest.approx(1 / 1.99) and far == 1.0
+    assert 1.25 < 1 / both < 1.5

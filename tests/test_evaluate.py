@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from moesim import engine, paths
-from moesim.evaluate import GROUPS, PROVENANCE, Evaluator, critical_rank, grouped, limit, routing_name
+from moesim.evaluate import GROUPS, Evaluator, critical_rank, grouped, limit, routing_name
 from moesim.layout import LayoutError
 from moesim.load import load_scenario
 from moesim.model_error import ModelError
+from moesim.pricing import PROVENANCE
 from moesim.search import simulate
 from moesim.site import Site
 from moesim.timeline import breakdown

@@ -21,10 +21,10 @@ CLOSE = 1e-6
 
 
 def shipped() -> list[str]:
-    """Scenarios that can be planned: their GPU has a profile. (A CPU's is measured by whoever has that CPU.)"""
+    """Scenarios whose GPU has measured prices. (A CPU's peak is unknown: the shipped prices of one are data-sheet arithmetic.)"""
     names = sorted(p.stem for p in scenarios_dir().glob("*.yaml") if "\nworkload:" in p.read_text())
     profiles = {p.stem for p in (scenarios_dir() / "profiles").glob("*.yaml")}
-    return [n for n in names if load_scenario(n).cluster.gpu.profile in profiles]
+    return [n for n in names if (gpu := load_scenario(n).cluster.gpu).peak_flops and gpu.profile in profiles]
 
 
 def answer(name: str) -> dict:

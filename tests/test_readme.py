@@ -27,8 +27,8 @@ from moesim.stack import load_stack
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 SETUP = ("command-plan", "command-test", "command-peer", "command-train")
-APART = ("quick", "gpu", "long")
-"""Blocks that the tests below run otherwise, or can't run: a quick start of few steps, lines for eight GPUs, hours of checking."""
+APART = ("quick", "gpu", "long", "accuracy")
+"""Blocks that the tests below run otherwise, or can't run: a quick start of few steps, lines for eight GPUs, hours of checking, every published run."""
 
 
 def fences(kind: str) -> list[tuple[str, str]]:
@@ -249,10 +249,10 @@ def test_options_that_are_named_exist():
 
 
 def test_exit_codes_are_the_ones_of_the_command_line():
-    from moesim import cli
+    from moesim import terminal
 
     said = {int(code) for code in re.findall(r"\*\*(\d+)\*\*", README[README.index("Exit codes"):][:400])}
-    assert said == {0, cli.BAD_INPUT, cli.NOTHING_FITS, cli.INTERRUPTED}
+    assert said == {0, terminal.BAD_INPUT, terminal.NOTHING_FITS, terminal.INTERRUPTED}
 
 
 @pytest.mark.parametrize("marker", SETUP)

@@ -6,11 +6,17 @@ import numpy as np
 import pytest
 
 from calibration.fit import fit
+from calibration.posterior import learn
+from calibration.recovery import DESIGNS, TOLERANCE, recover
 from moesim.costs import attention, gemm, memory_bound
 from moesim.costs.base import Parameter
 
 LINE = (Parameter("latency_s", "s", 1e-7, 1e-3, 1e-5), Parameter("rate", "bytes/s", 1e9, 1e13, 1e11))
 SIZES = np.geomspace(1e3, 1e9, 40)
+
+
+SLOW = ("grouped_gemm",)
+"""GPU tiles over groups: minutes for 200 draws; `python -m calibration recover grouped_gemm` shows them."""
 
 
 def line(p):
@@ -119,3 +125,59 @@ def test_share_and_peak_of_a_memory_kernel_can_not_both_be_known():
     measured = 3e-6 + SIZES / 5e12
     with pytest.raises(ValueError, match="can't be told apart"):
         fit(lambda p: memory_bound.seconds(p, index, SIZES), measured, memory_bound.PARAMETERS, fixed)
+
+
+# --- with beliefs, unknown misfit and outliers --------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [k for k in DESIGNS if k not in SLOW])
+def test_intervals_hold_the_truth_as_often_as_they_claim(kind):
+    """200 truths, measurements with outliers: 68% and 95% intervals within three points, over all parameters."""
+    found = recover(kind, 200)
+    assert found.is_nominal, found
+    assert max(found.learned.values()) > 0.9  # the measurements say something
+
+
+def test_intervals_of_a_cheap_model_hold(kind="core_memory"):
+    """The same in a second: 60 draws of 4 parameters tell within 2 x 3.0 points."""
+    found = recover(kind, 60)
+    assert abs(found.held[0.68] - 0.68) < TOLERANCE + 0.04 and abs(found.held[0.95] - 0.95) < TOLERANCE + 0.02, found
+
+
+def test_an_overconfident_fit_would_be_seen():
+    """Coverage is a test that can fail: with half the errors it claims, 68% intervals would hold less than half."""
+    rng, truth, inside = np.random.default_rng(0), {"latency_s": 1e-5, "rate": 1e11}, []
+    for _ in range(60):
+        noisy = line(truth) * np.exp(0.05 * rng.standard_normal(len(SIZES)))
+        found = learn(line, noisy, np.full(len(SIZES), 0.05), LINE, {n: (v, 1.0) for n, v in truth.items()})
+        inside += [abs(np.log(found.parameters[n] / truth[n])) / np.sqrt(found.covariance[i, i]) for i, n in enumerate(found.names)]
+    assert np.mean(np.array(inside) < 0.5) < 0.5 < 0.58 < np.mean(np.array(inside) < 1.0) < 0.79
+
+
+def test_a_belief_that_measurements_leave_alone_is_pinned_and_one_that_nothing_touches_refused():
+    flat = np.full(10, 1e-5)
+    believed = {"latency_s": (1e-5, 1.0), "rate": (1e12, 0.3)}
+    found = learn(lambda p: p["latency_s"] + 10.0 / p["rate"] * np.ones(10), flat, np.full(10, 0.01), LINE, believed)
+    assert found.pinned == ("rate",) and found.parameters["rate"] == 1e12 and found.stderr["rate"] == pytest.approx(0.3e12)
+    assert found.parameters["latency_s"] == pytest.approx(1e-5, rel=0.01)
+    with pytest.raises(ValueError, match="say nothing about rate"):
+        learn(lambda p: np.full(10, 1e-5) * p["rate"] ** 0, flat, np.full(10, 0.01), LINE, {"rate": (1e12, 0.3)})
+
+
+def test_a_pair_that_only_beliefs_tell_apart_is_named():
+    parameters = (*LINE, Parameter("half_bytes", "bytes", 1.0, 1e9, 1e5))
+    believed = {"latency_s": (2e-5, 0.5), "rate": (4e11, 0.5), "half_bytes": (4e6, 0.5)}
+    measured = line({"latency_s": 3e-5, "rate": 4e11})
+    found = learn(lambda p: p["latency_s"] + (SIZES + p["half_bytes"]) / p["rate"], measured, np.full(len(SIZES), 0.01), parameters, believed)
+    assert ("latency_s", "half_bytes") in found.together
+
+
+def test_misfit_is_told_from_noise():
+    truth, rng = {"latency_s": 1e-5, "rate": 1e11}, np.random.default_rng(4)
+    sizes = np.geomspace(1e3, 1e9, 400)
+    predict = lambda p: p["latency_s"] + sizes / p["rate"]  # noqa: E731
+    noise = rng.uniform(0.01, 0.05, 400)
+    seconds = predict(truth) * np.exp(np.hypot(noise, 0.08) * rng.standard_normal(400))
+    found = learn(predict, seconds, noise, LINE, {n: (v, 1.0) for n, v in truth.items()})
+    assert found.misfit == pytest.approx(0.08, rel=0.15)

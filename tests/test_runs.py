@@ -265,3 +265,16 @@ def test_garbage_never_raises():
         assert isinstance(parsed, (Run, Unsupported))
         if isinstance(parsed, Unsupported):
             assert parsed.reason and "\n" not in parsed.reason
+
+
+@pytest.mark.parametrize("flags, vpp, expected", [("ep_a2a_1f1b", "", 2), ("ep_a2a_1f1b", "4", 4), ("none", "", 1)])
+def test_forwards_paired_with_backwards_mean_an_interleaved_pipeline(flags, vpp, expected):
+    """Megatron pairs them in its interleaved schedule only; 94 layers count embedding and loss, 12 a rank."""
+    found = next(r for r in ROWS if r["id"] == "mbpr-q235-b200-1760-bf16-before")
+    assert parse_run({**found, "overlap_flags": flags, "vpp": vpp}).layout.vpp == expected
+
+
+@pytest.mark.parametrize("text, sms", [("hybridep", 16), ("deepep", 20), ("deepep (24 SMs)", 24), ("deepep over UCCL-EFA", 20)])
+def test_a_named_dispatcher_has_its_own_sms(text, sms):
+    found = next(r for r in ROWS if r["id"] == "aws-q30-h100-64-ep16-mb4-ov0-uccl")
+    assert parse_run({**found, "dispatcher": text}).layout.sms == sms
