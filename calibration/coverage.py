@@ -10,6 +10,7 @@ folds are fitted; fold 4 is for judging. Stacks of OLMo-core and of this project
 from __future__ import annotations
 
 import argparse
+import json
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -20,12 +21,13 @@ import numpy as np
 from calibration.folds import MEASUREMENTS, group_hash, read_excluded, read_folds
 from calibration.write import table_yaml, write_text
 from moesim import paths
-from moesim.coverage import FEATURES, GENERATIONS, KINDS, Coverage, features_of, kind_of
+from moesim.coverage import FEATURES, GENERATIONS, KINDS, Coverage, features_of, load_coverage, scaled_kind
 from moesim.evaluate import Evaluator
+from moesim.factor_errors import FactorErrors
 from moesim.load import scenarios_dir
 from moesim.parts import Parts
 from moesim.model_error import ModelError
-from moesim.predict import Z80, assumption_sigma, read_rows
+from moesim.predict import assumption_sigma, read_rows
 from moesim.profile import load_profile
 from moesim.program import Program
 from moesim.runs import Run, parse_run
@@ -82,7 +84,7 @@ def point(run: Run, group: str, coverage: Coverage, bands: bool = False) -> Poin
         return None
     return Point(run.id, group, run.stack.name, GENERATIONS[run.cluster.gpu.name], features_of(run.model, run.cluster, run.proxy_dispatcher),
                  float(np.log(rate / run.measured.tokens_per_s_per_gpu)), slopes(weights, programs), doubt=assumption_sigma(run.assumed, run.pinned),
-                 spread=_spread(evaluator, programs[-1]) if bands else 0.0, far=ModelError.far(evaluator.provenance(programs[-1])))
+                 spread=evaluator.price_sigma(evaluator.spread(programs, weights)) if bands else 0.0, far=ModelError.far(evaluator.provenance(programs[-1])))
 
 
 def slopes(weights: np.ndarray, programs: Sequence[Program]) -> tuple[float, ...]:
@@ -92,21 +94,10 @@ def slopes(weights: np.ndarray, programs: Sequence[Program]) -> tuple[float, ...
     return tuple((np.log(seconds[1:] / seconds[0]) / STEP).tolist())
 
 
-def _spread(evaluator: Evaluator, program: Program) -> float:
-    """Standard deviation of ln(step) over parameter draws."""
-    low, high = evaluator.interval(program, 1.0, {})
-    return float(np.log(high / low) / (2 * Z80))
-
-
 def by_kind(program: Program) -> Program:
     """The same program with each priced second under the name of its kind of kernel."""
-    kept = ("optimizer", "grad_norm", "param_copy_out", "grad_copy_in", "param_gather", "grad_reduce")
-
     def renamed(task):
-        # What runs at the rate of its wire can't be any faster, whatever software starts it.
-        wire = any(share >= 1.0 for name, share in task.uses if name in ("nvlink", "nic"))
-        terms = tuple((role, (None if wire or role in kept else kind_of(role, term)) or "-", s) for role, term, s in task.terms)
-        return replace(task, terms=terms)
+        return replace(task, terms=tuple((role, scaled_kind(role, term, task.uses) or "-", s) for role, term, s in task.terms))
 
     bodies = lambda many: tuple(tuple(map(renamed, body)) for body in many)  # noqa: E731
     return replace(program, bodies=bodies(program.bodies), epilogue=bodies(program.epilogue))
@@ -133,8 +124,8 @@ class Factors:
                         out[i, self.at[owner, kind]] = slope
         return out
 
-    def solve(self, points: Sequence[Point], start: np.ndarray) -> np.ndarray:
-        """ln(factor) of every column, from residuals of a prediction made with ``start``."""
+    def solve(self, points: Sequence[Point], start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(ln(factor) of every column, their covariance), from residuals of a prediction made with ``start``."""
         matrix, sizes = self.rows(points), Counter(p.group for p in points)
         target = np.array([p.residual for p in points]) + matrix @ start
         shared = np.array([1.0 / sizes[p.group] for p in points])
@@ -144,9 +135,9 @@ class Factors:
             theta = np.linalg.solve(normal, matrix.T @ (weight / NOISE**2 * target) + self.centre / self.sigma**2)
             size = np.abs(target - matrix @ theta) / NOISE
             weight = shared * np.minimum(1.0, 1.5 / np.maximum(size, 1e-9))
-        return theta
+        return theta, np.linalg.inv(normal)
 
-    def coverage(self, theta: np.ndarray, points: Sequence[Point]) -> Coverage:
+    def coverage(self, theta: np.ndarray, covariance: np.ndarray, points: Sequence[Point]) -> Coverage:
         """The table of these factors: every stack on every generation; "generic" is the mean of the stacks with runs there."""
         value = lambda owner, kind: float(theta[self.at[owner, kind]]) if (owner, kind) in self.at else 0.0  # noqa: E731
         pairs = sorted({(p.stack, p.generation) for p in points})
@@ -156,8 +147,10 @@ class Factors:
         stacks["generic"] = {g: factor([s for s, there in pairs if there == g and s != "generic"], g) for g in generations}
         stacks |= {child: stacks[parent] for child, parent in INHERITS.items() if parent in stacks and child not in stacks}
         traits = {t: {k: _rounded(np.exp(value(t, k))) for k in TRAITS[t]} for t in FEATURES}
+        same = {child: parent for child, parent in INHERITS.items() if child not in names}
+        errors = FactorErrors(self.names, covariance, {kind: OWN * sigma for kind, sigma in PRIORS.items()}, same, FEATURES)
         return Coverage(source="python -m calibration.coverage, from calibration/measurements/published_runs.csv", num_runs=len(points),
-                        stacks=stacks, features=traits)
+                        stacks=stacks, features=traits, errors=errors)
 
 
 def _rounded(factor: float) -> float:
@@ -193,33 +186,58 @@ def _as(run: Run, group: str, found: Point, of: Run) -> Point:
     return replace(found, id=run.id, group=group, residual=residual, doubt=assumption_sigma(run.assumed, run.pinned))
 
 
-def fit(runs: Sequence[tuple[Run, str]], passes: int, progress=print) -> tuple[Factors, np.ndarray, list[Point]]:
-    """(columns, ln factors, points as predicted before the last update)."""
+def fit(runs: Sequence[tuple[Run, str]], passes: int, progress=print) -> Coverage:
+    """The table after so many passes."""
     coverage, theta = Coverage(source="none", num_runs=0), None
     for number in range(passes):
         found = points(runs, coverage)
         factors = Factors(found)
-        theta = factors.solve(found, np.zeros(len(factors.names)) if theta is None else theta)
-        coverage = factors.coverage(theta, found)
+        theta, covariance = factors.solve(found, np.zeros(len(factors.names)) if theta is None else theta)
+        coverage = factors.coverage(theta, covariance, found)
         size = np.abs(np.expm1([p.residual for p in found]))
         progress(f"pass {number + 1}: {len(found)} runs, before it median |error| of the step {np.median(size):.1%}, mean {size.mean():.1%}")
-    return factors, theta, found
+    return coverage
+
+
+def ln_factors(coverage: Coverage, found: Sequence[Point]) -> np.ndarray:
+    """[points] what the shipped table adds to ln(step) of each point, along its sensitivities."""
+    out = []
+    for p in found:
+        kinds = dict(coverage.stacks.get(p.stack, {}).get(p.generation, {}))
+        for trait in p.traits:
+            for kind, factor in coverage.features.get(trait, {}).items():
+                kinds[kind] = kinds.get(kind, 1.0) * factor
+        out.append(sum(slope * np.log(kinds.get(kind, 1.0)) for slope, kind in zip(p.slope, KINDS)))
+    return np.array(out)
+
+
+def errors_of(table: Coverage, points: Sequence[Point]) -> FactorErrors:
+    """How sure a table is whose factors gave these points."""
+    factors = Factors(points)
+    bare = [replace(p, residual=p.residual + s) for p, s in zip(points, ln_factors(table, points))]
+    return factors.coverage(*factors.solve(bare, np.zeros(len(factors.names))), bare).errors
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m calibration.coverage", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--passes", type=int, default=2, help="times the runs are played and fitted")
-    parser.add_argument("--write", action="store_true", help="write scenarios/kernel_coverage.yaml")
+    parser.add_argument("--errors", action="store_true", help="play the runs with the shipped factors and ask only how sure these are")
+    parser.add_argument("--write", action="store_true", help="write scenarios/kernel_coverage.yaml and kernel_errors.json")
     args = parser.parse_args(argv)
-    factors, theta, found = fit(runs_to_fit(lambda fold: fold != TEST_FOLD), args.passes)
-    coverage = factors.coverage(theta, found)
+    runs = runs_to_fit(lambda fold: fold != TEST_FOLD)
+    if args.errors:
+        shipped = load_coverage()
+        coverage = shipped.model_copy(update={"errors": errors_of(shipped, points(runs, shipped))})
+    else:
+        coverage = fit(runs, args.passes)
     for stack, generations in coverage.stacks.items():
         for generation, kinds in generations.items():
             print(f"{stack:20s}{generation:17s}" + " ".join(f"{kind} {factor:.2f}" for kind, factor in kinds.items()))
     print(coverage.features)
     if args.write:
         head = "Written by `python -m calibration.coverage --write` from calibration/measurements; edit those, not this file."
-        write_text(scenarios_dir() / "kernel_coverage.yaml", table_yaml(head, coverage.model_dump()))
+        write_text(scenarios_dir() / "kernel_coverage.yaml", table_yaml(head, coverage.model_dump(exclude={"errors"})))
+        write_text(scenarios_dir() / "kernel_errors.json", json.dumps({"source": coverage.source, **coverage.errors.plain()}) + "\n")
     return 0
 
 

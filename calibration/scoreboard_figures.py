@@ -17,12 +17,13 @@ from calibration import baseline, metrics
 from calibration.coverage import TEST_FOLD, Point
 from calibration.folds import MEASUREMENTS, fold_of, group_hash, label_from, read_excluded, stack_release
 from calibration.memory_check import check as check_memory
-from calibration.out_of_fold import LABELS, baseline_errors, held_out
+from calibration.out_of_fold import LABELS, baseline_errors, half_width, held_out
 from calibration.scoreboard_pairs import kept_share, pair_figures
 from calibration.scoreboard_rows import Answer
 from calibration.score import Scored, ranking, scaling
 from moesim.coverage import GENERATIONS, features_of, load_coverage
-from moesim.predict import read_rows
+from moesim.model_error import load_model_error
+from moesim.predict import assumption_sigma, read_rows
 from moesim.runs import Run, parse_runs
 
 FAR = 0.5
@@ -79,26 +80,29 @@ def shipped(rows: Sequence[Mapping[str, str]], runs: Mapping[str, Run], found: M
 
 
 def by_label(judged: Sequence[Judged], found: Mapping[str, Answer]) -> dict[str, list[Judged]]:
-    """Label -> the rows it holds, each predicted with kernel factors fitted without its fold, GPU or release; the band is the
-    shipped one, moved to that prediction."""
+    """Label -> the rows it holds, each predicted with kernel factors fitted without its fold, GPU or release, with the band that those
+    factors leave."""
     known = [j for j in judged if j.run.cluster.gpu.name in GENERATIONS]
     points = [point_of(j, found[j.id]) for j in known]
     rows, of = [j.row for j in known], {j.id: j for j in known}
     residuals, naive = held_out(points, load_coverage(), rows), baseline_errors({j.id: j.run for j in known}, rows)
-    return {label: [_moved(of[i], e, naive[label].get(i), label) for i, e in residuals[label].items()] for label in LABELS}
+    by_id, error = {p.id: p for p in points}, load_model_error().model_dump()
+    half = {label: {i: half_width(by_id[i], error, e.variance) for i, e in residuals[label].items()} for label in LABELS}
+    return {label: [_moved(of[i], e.error, half[label][i], naive[label].get(i), label) for i, e in residuals[label].items()] for label in LABELS}
 
 
 def point_of(j: Judged, answer: Answer) -> Point:
     """What a fit of kernel factors needs of it."""
     traits = features_of(j.run.model, j.run.cluster, j.run.proxy_dispatcher)
-    return Point(j.id, group_hash(j.row), j.run.stack.name, GENERATIONS[j.run.cluster.gpu.name], traits, math.log(answer.tokens_per_s_per_gpu / j.measured), answer.slope)
+    doubt = assumption_sigma(j.run.assumed, j.run.pinned)
+    return Point(j.id, group_hash(j.row), j.run.stack.name, GENERATIONS[j.run.cluster.gpu.name], traits, math.log(answer.tokens_per_s_per_gpu / j.measured), answer.slope,
+                 answer.spread, doubt, answer.far)
 
 
-def _moved(j: Judged, ln_error: float, ln_naive: float | None, label: str) -> Judged:
+def _moved(j: Judged, ln_error: float, half: float, ln_naive: float | None, label: str) -> Judged:
     predicted = j.measured * math.exp(ln_error)
-    ratio = predicted / j.predicted
     naive = None if ln_naive is None else j.measured * math.exp(ln_naive)
-    return replace(j, predicted=predicted, low=j.low * ratio, high=j.high * ratio, label=label, naive=naive)
+    return replace(j, predicted=predicted, low=predicted * math.exp(-half), high=predicted * math.exp(half), label=label, naive=naive)
 
 
 def by_fold(labelled: Mapping[str, Sequence[Judged]]) -> list[Judged]:

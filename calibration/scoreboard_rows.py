@@ -31,7 +31,7 @@ from moesim.runs import Run
 from moesim.site import NEUTRAL, Site
 from moesim.workers import worker_pool
 
-DATA = ("profiles", "stacks", "clusters", "gpus", "models", "kernel_coverage.yaml", "model_error.yaml")
+DATA = ("profiles", "stacks", "clusters", "gpus", "models", "kernel_coverage.yaml", "kernel_errors.json", "model_error.yaml")
 """What predictions read of scenarios/."""
 ENTRY = "moesim.predict", "moesim.evaluate", "moesim.runs", "moesim.anchored"
 KEPT_FILES = 12
@@ -43,7 +43,8 @@ Progress = Callable[[str, int, int], None]
 @dataclass(frozen=True)
 class Answer:
     """tokens/s/GPU with its 80% band and peak bytes, as Evaluator.quick gives them; far: share of the priced seconds that no
-    measurement of this GPU stands behind; slope: d ln(step) / d ln(factor) by kind of kernel. reason: why there is none of these."""
+    measurement of this GPU stands behind; slope: d ln(step) / d ln(factor) by kind of kernel; spread: standard deviation of ln(step)
+    over draws of prices. reason: why there is none of these."""
 
     tokens_per_s_per_gpu: float = 0.0
     low: float = 0.0
@@ -52,6 +53,7 @@ class Answer:
     fits: bool = True
     far: float = 0.0
     slope: tuple[float, ...] = ()
+    spread: float = 0.0
     reason: str = ""
 
 
@@ -90,7 +92,7 @@ def _answer(evaluator: Evaluator, run: Run) -> Answer:
         return Answer(reason=_reason(error))
     weights, programs = evaluator.samples(layout)
     return Answer(quick.tokens_per_s_per_gpu, quick.low, quick.high, quick.peak_bytes, quick.fits,
-                  ModelError.far(evaluator.provenance(programs[-1])), slopes(weights, programs))
+                  ModelError.far(evaluator.provenance(programs[-1])), slopes(weights, programs), quick.price_sigma)
 
 
 def _reason(error: ValueError) -> str:
@@ -142,7 +144,7 @@ class Kept:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.path = (folder or cache_folder()) / f"{inputs_hash()}.jsonl"
-        self.answers = {key: _from_json(values) for key, values in read_lines(self.path) if isinstance(values, dict) and "slope" in values}
+        self.answers = {key: _from_json(values) for key, values in read_lines(self.path) if isinstance(values, dict) and "spread" in values}
 
     def add(self, found: Mapping[str, Answer]) -> None:
         self.answers |= found

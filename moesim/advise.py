@@ -171,7 +171,7 @@ def step_rows(evaluator: Evaluator, spreads: Sequence[dict[str, float]]) -> np.n
 def gains(evaluator: Evaluator, programs: Sequence[Program], steps_s: Sequence[float], ops: Sequence[Asked]) -> list[float]:
     """Seconds by which measuring each op, in the best order, would narrow one standard deviation of the steps (root mean square over the
     programs). They add up to all that measuring could remove."""
-    steps = np.array(steps_s)[:, None] * step_rows(evaluator, [evaluator.spread(p) for p in programs])
+    steps = np.array(steps_s)[:, None] * step_rows(evaluator, [evaluator.spread([p]) for p in programs])
     beliefs = Beliefs(steps, np.zeros(len(steps)), seen_alone(evaluator, ops))
     weights, carried = np.full(len(steps), 1.0 / len(steps)), np.array([a.count * a.seconds for a in ops])
     left = math.sqrt(float(((steps**2).sum(axis=1)) @ weights))
@@ -196,13 +196,13 @@ def advice(evaluator: Evaluator, candidates: Sequence[Candidate], count: int = 1
     ops = asked(evaluator, [evaluator.program(parse_layout(c.layout)) for c in fitting[:NUM_RIVALS]])
     beliefs = Beliefs(rows, np.log([c.step_s for c in fitting]), seen_alone(evaluator, ops), noise)
     for_ranking = len(fitting) > 1 and bool(ops) and decided(beliefs, beliefs.ops)[0].max() >= CHANGES
-    band = Band(winner, float(rows[0] @ rows[0]), evaluator.model_error.sigma(winner.provenance, evaluator.is_anchored))
+    band = Band(winner, float(rows[0] @ rows[0]), evaluator.sigma_model(winner.provenance))
     carried = np.array([a.count * a.seconds for a in ops])
     chosen = in_turn(beliefs, np.eye(len(fitting))[0], carried, count, for_ranking)
     lines = [_line(ops[pick], before, before.ops[pick], band) for pick, before in chosen]
     lines = [line for line in lines if line["variance_share"] >= LEAST_SHARE or line["regret_removed"] >= (1 - ALIKE) * SETTLED]
     anchor, host = _anchor(evaluator, beliefs, band), _host(evaluator, beliefs, band)
-    wrong, regret = chances(fitting, rows, [evaluator.model_error.sigma(c.provenance, evaluator.is_anchored) for c in fitting])
+    wrong, regret = chances(fitting, rows, [evaluator.sigma_model(c.provenance) for c in fitting])
     return {"winner": winner.layout, "goal": "ranking" if for_ranking else "interval", "sigma_prices": band.prices, "sigma_model": band.model,
             "another_is_best": wrong, "expected_regret": regret, "measure": lines, "anchor": anchor, "host": host,
             "text": _text(lines, anchor, host, band)}

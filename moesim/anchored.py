@@ -13,7 +13,7 @@ from moesim.evaluate import Evaluator, Quick
 from moesim.parts import Parts
 from moesim.profile import load_profile
 from moesim.runs import Run
-from moesim.site import NEUTRAL, Site
+from moesim.site import MODEL_SIGMA, NEUTRAL, Site, same_model
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,12 @@ class RunSimulator:
             contention[run.id] = evaluator.step_seconds(weights, programs) / path_s
         return evaluator.tokens_per_s(path_s * contention[run.id])
 
+    def spread(self, run: Run) -> dict[str, float]:
+        """Cause of error -> change of ln(step) for one standard deviation of it."""
+        _, evaluator = self._evaluator(run)
+        weights, programs = evaluator.samples(evaluator.legal(run.layout))
+        return evaluator.spread(programs, weights)
+
     def _evaluator(self, run: Run) -> tuple[str, Evaluator]:
         """What its priced parts depend on, and an evaluator that has them."""
         site, scenario = replace(self.sites.get(run.site, NEUTRAL), proxy_dispatcher=run.proxy_dispatcher), run.scenario()
@@ -66,13 +72,23 @@ def fit_site(runs: Sequence[Run], coverage: Coverage | None = None) -> Site:
     """Constants of one site from its measured runs, over kernel factors that may be others than the shipped ones. Constants that none
     of the runs exercises stay at 1."""
     contention: dict[str, float] = {}
+    played: dict[tuple[float, ...], list[float]] = {}
+    models = {same_model(run.model): f"model {run.model.name}" for run in runs}
 
     def rates(multipliers: Mapping[str, float]) -> list[float]:
-        return [RunSimulator({run.site: Site(multipliers)}, coverage).rate(run, contention) for run in runs]
+        # A model's factor scales its whole step: nothing has to be played for it.
+        others = {name: value for name, value in multipliers.items() if name in PRIORS}
+        key = tuple(others.values())
+        if key not in played:
+            played[key] = [RunSimulator({run.site: Site(others)}, coverage).rate(run, contention) for run in runs]
+        return [rate / multipliers[models[same_model(run.model)]] for rate, run in zip(played[key], runs)]
 
     touched = {name: sigma for name, sigma in PRIORS.items() if name != "proxy" or any(run.proxy_dispatcher for run in runs)}
+    touched |= dict.fromkeys(models.values(), MODEL_SIGMA)
     found = fit_anchors([run.measured.tokens_per_s_per_gpu for run in runs], rates, touched)
-    return Site(found.multipliers, found.learned(PRIORS), tuple(run.id for run in runs), found.after)
+    site = Site(found.multipliers, models=models)
+    seen = tuple(RunSimulator({run.site: site}, coverage).spread(run) | {models[same_model(run.model)]: MODEL_SIGMA} for run in runs)
+    return replace(site, anchors=tuple(run.id for run in runs), residual=found.after, seen=seen)
 
 
 def sites_from_file(path: str | Path) -> dict[str, Site]:

@@ -2,8 +2,7 @@
 
 A site is a cluster and a software release. Its host launch cost, the latency of its dispatcher's proxy, the rate its NICs reach
 under load, the sustained rate of its tensor cores and what its end of step costs differ from the profile's by factors nobody can
-read off a data sheet; three to five runs and wide priors pin most of them. A factor the runs don't touch stays at one and keeps
-its prior's width, so an anchored interval never claims more than was seen.
+read off a data sheet; three to five runs and wide priors pin most of them. A factor the runs don't touch stays at one.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import numpy as np
 
 from .predict import read_rows
 from .runs import Run, Unsupported, parse_runs
+from .site import NOISE
 
 PRIORS: dict[str, float] = {
     "host": 0.4,  # 11 to 18 us a small PyTorch kernel on one host (https://github.com/NVIDIA/dgxc-benchmarking), other hosts beyond
@@ -27,9 +27,6 @@ PRIORS: dict[str, float] = {
 }
 """Site constant -> standard deviation of ln(multiplier) before any run is seen. A multiplier scales seconds, not rates."""
 
-NOISE = 0.06
-"""Standard deviation of ln(tokens/s) of one run that no site constant explains: repeats spread by 1 to 3%, and the shape of the model
-is off by more (the same figure that calibration/coverage.py fits kernel factors with)."""
 LIMIT = math.log(8.0)  # a site constant beyond a factor of eight means the row is something else
 STEP = 0.05  # finite difference in ln(multiplier): above the evaluators' rounding, below any curvature that matters
 MAX_ITERATIONS = 4
@@ -45,10 +42,6 @@ class Anchored:
     before: tuple[float, ...]
     after: tuple[float, ...]
     num_evaluations: int
-
-    def learned(self, priors: Mapping[str, float] = PRIORS) -> dict[str, float]:
-        """Constant -> share of its prior's variance that the anchors removed: 0 = untouched, 1 = pinned."""
-        return {name: 1 - (self.stderr[name] / priors[name]) ** 2 for name in self.multipliers}
 
 
 def fit_anchors(measured: Sequence[float], predict_with: Callable[[Mapping[str, float]], Sequence[float]],

@@ -27,10 +27,7 @@ from moesim.timeline import breakdown
 from moesim.uncertainty import Uncertainty
 
 NUM_DRAWS = 64
-LOW, HIGH = 10.0, 90.0
-"""Percentiles of the 80% interval."""
-NUM_QUICK_DRAWS = 32
-"""Draws of ``quick``: the spread of a prediction is known to one part in eight, its own error is far less certain."""
+ONE = np.ones(1)
 Z_80 = 1.2816
 """90% quantile of the standard normal distribution."""
 LEAST_SPREAD = 1e-5
@@ -60,13 +57,15 @@ class Played:
 
 @dataclass(frozen=True)
 class Quick:
-    """tokens/s/GPU with its 80% interval, peak bytes of the heaviest rank, and whether they fit."""
+    """tokens/s/GPU with its 80% interval, peak bytes of the heaviest rank, and whether they fit; price_sigma: standard deviation of
+    ln(step) from whole errors of prices alone."""
 
     tokens_per_s_per_gpu: float
     low: float
     high: float
     peak_bytes: float
     fits: bool
+    price_sigma: float
 
 
 class Evaluator:
@@ -151,34 +150,54 @@ class Evaluator:
 
     @cached_property
     def uncertainty(self) -> Uncertainty:
-        """Errors of op prices and what they have in common."""
-        return Uncertainty(self.parts)
+        """Errors of op prices and of the stack's factors, and what they have in common."""
+        return Uncertainty(self.parts, self.model_error.prices if self.parts.is_fitted else 1.0, self.model_error.factors)
+
+    def sigma_model(self, shares: dict[str, float]) -> float:
+        """Standard deviation of ln(step) that the model itself adds, for these provenance shares."""
+        return self.model_error.sigma(shares, self.is_anchored, self.parts.is_fitted)
 
     def interval(self, program: Program, step_s: float, shares: dict[str, float]) -> tuple[float, float]:
-        """80% interval of tokens/s/GPU: draws of op prices through the longest path, widened by the model's own error (log-normal)."""
-        return self._band(self._log_draws(np.ones(1), [program], NUM_DRAWS), step_s, shares)
+        """80% interval of tokens/s/GPU: draws of all causes of error through the longest path, widened by the model's own error (log-normal)."""
+        return self._band(self.sigma_step([program], self.spread([program])), step_s, shares)
 
-    def _log_draws(self, weights, programs: list[Program], count: int) -> np.ndarray:
-        """ln(step drawn / step) [count] of the step that ``programs`` stand for; draws are the same for every layout."""
-        normals = self.uncertainty.draws(self.scenario.seed, count)
-        return np.log(sum(w * self._drawn(p, normals) for w, p in zip(weights, programs)) / (weights @ paths.step_seconds(programs)))
+    def sigma_step(self, programs: list[Program], spread: dict[str, float], weights: np.ndarray = ONE) -> float:
+        """Standard deviation of ln(step) from all causes of error, of the step that ``programs`` stand for. To first order that is the
+        length of its ``spread``; draws through the longest path say by how much it is more or less, each beside its own first order, so
+        that NUM_DRAWS of them are as good as many hundreds. Draws are the same for every layout."""
+        if not spread:
+            return 0.0
+        causes = [self.uncertainty.at[cause] for cause in spread]
+        normals = self.uncertainty.draws(self.scenario.seed, NUM_DRAWS)
+        first_order = normals[:, causes] @ np.array(list(spread.values()))
+        return math.hypot(*spread.values()) * float(np.std(self._logs(programs, weights, normals)) / np.std(first_order))
+
+    def price_sigma(self, spread: dict[str, float]) -> float:
+        """Of a step's ``spread``: what prices alone leave, with their errors whole."""
+        unsure = self.uncertainty
+        return math.hypot(*(x for cause, x in spread.items() if unsure.of_prices[unsure.at[cause]])) / (unsure.share or 1.0)
+
+    def spread(self, programs: list[Program], weights: np.ndarray = ONE) -> dict[str, float]:
+        """Cause of error -> change of ln(step) for one standard deviation of it (half of the way from -1 to +1), largest first, of the
+        step that ``programs`` stand for."""
+        causes = self.uncertainty.causes
+        loads = [row for p in programs for row in self.uncertainty.loads(self.uncertainty.named(p)).values()]
+        used = np.flatnonzero(np.any([np.abs(row) > LEAST_SPREAD for row in loads], axis=0))
+        unit = np.eye(len(causes))[used]
+        up, down = np.split(self._logs(programs, weights, np.concatenate([unit, -unit])), 2)
+        found = {causes[i]: float(change) for i, change in zip(used, (up - down) / 2) if abs(change) > LEAST_SPREAD}
+        return dict(sorted(found.items(), key=lambda item: -abs(item[1])))
+
+    def _logs(self, programs: list[Program], weights: np.ndarray, normals: np.ndarray) -> np.ndarray:
+        """ln(step) [D] under each row of ``normals``."""
+        return np.log(sum(w * self._drawn(p, normals) for w, p in zip(weights, programs)))
 
     def _drawn(self, program: Program, normals: np.ndarray) -> np.ndarray:
         named = self.uncertainty.named(program)
         return paths.step_draws(named, self.uncertainty.factors(named, normals))
 
-    def spread(self, program: Program) -> dict[str, float]:
-        """Cause of error -> change of ln(step) for one standard deviation of it (half of the way from -1 to +1), largest first."""
-        causes = self.uncertainty.causes
-        loads = self.uncertainty.loads(self.uncertainty.named(program))
-        used = np.flatnonzero(np.any([row != 0 for row in loads.values()], axis=0))
-        unit = np.eye(len(causes))[used]
-        up, down = np.split(np.log(self._drawn(program, np.concatenate([unit, -unit]))), 2)
-        found = {causes[i]: float(change) for i, change in zip(used, (up - down) / 2) if abs(change) > LEAST_SPREAD}
-        return dict(sorted(found.items(), key=lambda item: -abs(item[1])))
-
-    def _band(self, log: np.ndarray, step_s: float, shares: dict[str, float]) -> tuple[float, float]:
-        sigma = math.hypot((np.percentile(log, HIGH) - np.percentile(log, LOW)) / (2 * Z_80), self.model_error.sigma(shares, self.is_anchored))
+    def _band(self, sigma_step: float, step_s: float, shares: dict[str, float]) -> tuple[float, float]:
+        sigma = math.hypot(sigma_step, self.sigma_model(shares))
         centre = self.tokens_per_s(step_s)
         return centre * math.exp(-Z_80 * sigma), centre * math.exp(Z_80 * sigma)
 
@@ -198,9 +217,10 @@ class Evaluator:
         is extended along the line through two runs of fewer microbatches."""
         weights, programs = self.samples(layout)
         step_s = self.step_seconds(weights, programs)
-        low, high = self._band(self._log_draws(weights, programs, NUM_QUICK_DRAWS), step_s, self.provenance(programs[-1]))
+        spread = self.spread(programs, weights)
+        low, high = self._band(self.sigma_step(programs, spread, weights), step_s, self.provenance(programs[-1]))
         peak = self.peak(layout).total
-        return Quick(self.tokens_per_s(step_s), low, high, peak, peak <= self.budget_bytes)
+        return Quick(self.tokens_per_s(step_s), low, high, peak, peak <= self.budget_bytes, self.price_sigma(spread))
 
     @staticmethod
     def step_seconds(weights: np.ndarray, programs: list[Program]) -> float:
@@ -252,7 +272,8 @@ class Evaluator:
         program = program or self.program(layout)
         peak = self.peak(layout)
         shares = self.provenance(program)
-        low, high = self.interval(program, step_s, shares)
+        spread = self.spread([program])
+        low, high = self._band(self.sigma_step([program], spread), step_s, shares)
         peak_flops = self.scenario.cluster.gpu.peak_flops.get("bf16")
         load = self.parts.load(layout)
         drop = load.drop_fraction if load else 0.0
@@ -263,7 +284,7 @@ class Evaluator:
         return Candidate(
             layout=str(layout), tokens_per_s_per_gpu=rate, low=low, high=high, step_s=step_s, mfu=rate * model_flops / peak_flops if peak_flops else None,
             mfu_denominator=f"bf16 dense {peak_flops / 1e12:g} TFLOP/s" if peak_flops else "unknown peak", peak_bytes=peak.total, fits=peak.total <= self.budget_bytes, memory=peak.categories,
-            heaviest_stage=peak.rank, breakdown=where, provenance=shares, sources=self.sources(program, where), spread=self.spread(program), limited_by=limit(where), evaluator="engine",
+            heaviest_stage=peak.rank, breakdown=where, provenance=shares, sources=self.sources(program, where), spread=spread, limited_by=limit(where), evaluator="engine",
             num_microbatches=num_microbatches(layout, self.scenario.workload), drop_fraction=drop,
             skewed=self._skewed(layout, program, step_s) if with_skew else None, days=days, usd=usd, saved_tensors=self.parts.keeps.said(),
         )

@@ -13,24 +13,30 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class ModelError(BaseModel):
-    """Standard deviations of log(predicted / measured) beyond parameter spread. ``base``: layouts whose stack and GPU kind are
-    known; ``extrapolated`` is added in quadrature in proportion to the share of extrapolated, datasheet or assumed seconds;
-    ``anchored`` takes the place of both where runs of the site were refitted. ``assumptions``: factor on the sigma of what a run does
-    not state, where the stack's own factors were fitted under the same assumptions."""
+    """Standard deviations of log(predicted / measured) beyond what draws of prices and of a stack's factors spread. ``base``: stacks
+    whose factors runs have fixed, ``unfitted``: the others; ``extrapolated`` is added in quadrature in proportion to the share of
+    extrapolated, datasheet or assumed seconds; ``anchored`` takes the place of all where runs of the site were refitted. Where a
+    stack's factors were fitted, they took up part of what its prices are off by and of what its runs do not state: ``prices`` and
+    ``assumptions`` are the shares of those sigmas that are left; ``factors`` scales the sigma of the factors themselves, whose fit
+    takes runs for more independent than they are."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
     base: float = Field(ge=0, le=2)
     extrapolated: float = Field(ge=0, le=2)
     anchored: float = Field(ge=0, le=2)
+    unfitted: float | None = Field(ge=0, le=2, default=None)
     assumptions: float = Field(ge=0, le=1, default=1.0)
+    prices: float = Field(ge=0, le=2, default=1.0)
+    factors: float = Field(ge=0, le=5, default=1.0)
     num_runs: int = Field(ge=0)
     source: str
 
-    def sigma(self, shares: dict[str, float], anchored: bool = False) -> float:
-        """Log standard deviation for a prediction with these provenance shares."""
+    def sigma(self, shares: dict[str, float], anchored: bool = False, fitted: bool = True) -> float:
+        """Log standard deviation for a prediction with these provenance shares. fitted: runs have fixed the stack's factors."""
         if anchored:
             return self.anchored
-        return (self.base**2 + (self.extrapolated * self.far(shares)) ** 2) ** 0.5
+        base = self.base if fitted or self.unfitted is None else self.unfitted
+        return (base**2 + (self.extrapolated * self.far(shares)) ** 2) ** 0.5
 
     @staticmethod
     def far(shares: dict[str, float]) -> float:

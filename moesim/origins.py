@@ -17,11 +17,12 @@ from moesim.program import Program, Task
 @dataclass(frozen=True)
 class Subject:
     """What a share of a task's seconds is the price of: an op, or (where a task does not say) a profile term alone; ``role``: that inside
-    a step, where a profile holds what roles cost there."""
+    a step, where a profile holds what roles cost there; ``kind``: whose factor of the software the seconds carry."""
 
     term: str
     op: Op | None = None
     role: str = ""
+    kind: str = ""
 
 
 def subjects(task: Task, parts: Parts) -> list[Subject]:

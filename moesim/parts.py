@@ -17,7 +17,7 @@ import numpy as np
 from moesim import axes, transformer
 from moesim.axes import pipeline
 from moesim.block import COMM, COMPUTE, Block, Node, backward, insert_after, recomputed
-from moesim.coverage import Coverage, features_of, load_coverage
+from moesim.coverage import GENERATIONS, KINDS, Coverage, features_of, load_coverage
 from moesim.coverage import kind_of as coverage_kind
 from moesim.ops import Collective, Dispatch, Gemm, Group, GroupedGemm, MemoryBound, Op
 from moesim.part import Part, PartKey, Priced, make_runs, nodes_of, serial_path
@@ -52,8 +52,12 @@ class Parts:
         self.cache: dict[PartKey, Part] = {}
         self.prices: dict[Op, tuple] = {}
         self.tasks: dict[tuple[PartKey, str, bool], tuple[Task, ...]] = {}
-        self.coverage = (coverage or load_coverage()).factors(stack.name, cluster.gpu.name, features_of(model, cluster, site.proxy_dispatcher))
-        self.launch_s = profile.host.launch_s[cluster.gpu.host_cpu] * site.factor("host") * self.coverage.get("host", 1.0)
+        table, traits = coverage or load_coverage(), features_of(model, cluster, site.proxy_dispatcher)
+        self.coverage = table.factors(stack.name, cluster.gpu.name, traits)
+        self.is_fitted = table.has(stack.name, cluster.gpu.name)
+        self.factor_errors = table.errors.root(KINDS, stack.name, GENERATIONS[cluster.gpu.name], traits) if self.is_fitted and table.errors else None
+        self.site_factor = site.factor(site.model_constant(model))
+        self.launch_s = profile.host.launch_s[cluster.gpu.host_cpu] * site.factor("host") * self.coverage.get("host", 1.0) * self.site_factor
         self.node = cpu_node(cluster)
         self.keeps = saved_tensors(stack.saved_tensors, "cpu" if cluster.gpu.arch in CPUS else "gpu")
         self.meeting_s = profile.meeting_s(self.node.ranks_per_core) if self.node else 0.0
@@ -107,7 +111,8 @@ class Parts:
         names = [t.name for t in self.profile.terms]
         for i, op in enumerate(new):
             seconds, nic = self._at_site(op, float(p.seconds[i]), float(p.nic_s[i]))
-            self.prices[op] = (seconds, float(p.nvlink_s[i]), nic, int(p.sms[i]), names[p.term[i]], PROVENANCE[p.provenance[i]])
+            seconds, nvlink, nic = (self.site_factor * x for x in (seconds, float(p.nvlink_s[i]), nic))
+            self.prices[op] = (seconds, nvlink, nic, int(p.sms[i]), names[p.term[i]], PROVENANCE[p.provenance[i]])
 
     def _at_site(self, op: Op, seconds: float, nic: float) -> tuple[float, float]:
         """(seconds, NIC seconds) with the site's factors: tensor cores, the leg that crosses NICs, a dispatcher's proxies."""

@@ -8,10 +8,13 @@ The logarithm of an op's seconds is off by a sum of loadings on independent stan
   that an op unlike any measured one is less certain than its neighbours are;
 * "NAME beyond": outside the range that was measured, by ``BEYOND`` for each octave from its edge;
 * "ROLE in a step": what a role costs inside a step beside the price of its ops, where a profile holds that;
+* "software J": directions in which the factors fitted to published runs of a stack may be wrong;
+* "model NAME": at a site with runs of its own, what a model's whole step costs there beside all that;
 * "host": what one launch costs.
 
 All layouts of a site load on the same causes: draws of theirs belong together, and what one measurement tells of one layout it tells of
-the others too.
+the others too. Where runs of a stack fixed its factors, they took up part of what prices are off by: of those ``share`` is left. Runs of
+a site show sums of causes: loadings are those on causes as such runs leave them (the square root of their covariance is taken in).
 """
 
 from __future__ import annotations
@@ -22,18 +25,21 @@ from typing import Sequence
 
 import numpy as np
 
+from moesim.coverage import KINDS, scaled_kind
 from moesim.ops import Op
 from moesim.origins import Subject, subjects, transfer_op
 from moesim.parts import Parts
 from moesim.pricing import Prices
 from moesim.profile import HardwareProfile, Term
 from moesim.program import Body, Program
+from moesim.site import MODEL_SIGMA, NOISE
 
 BEYOND = 0.05
 """Standard deviation that ln(seconds) gains an octave outside the measured range, in quadrature: the largest sizes of dense products and
 of collectives held out by one to three octaves give 0.037 (bf16), 0.049 (collectives), 0.054 (nvfp4) and 0.109 (fp8): the middle of
 them, which the other kinds take too (``python -m calibration beyond``)."""
 HOST = "host"
+SOFTWARE, MODEL = "software ", "model "
 LONGEST_STEP = 1.0
 """Largest standard deviation of ln(parameter): the widest belief that a fit starts from (calibration/network.py). Rows that say little
 of a parameter leave it there, not without end."""
@@ -42,8 +48,10 @@ of a parameter leave it there, not without end."""
 class Uncertainty:
     """Loadings of priced ops and programs named after them, for layouts that share one ``Parts``."""
 
-    def __init__(self, parts: Parts):
-        self.parts, self.profile, self.site = parts, parts.profile, parts.site
+    def __init__(self, parts: Parts, share: float = 1.0, factors: float = 1.0):
+        """share: of the errors of prices, 0 to 1; factors: scales those of the stack's factors."""
+        self.parts, self.profile, self.site, self.share = parts, parts.profile, parts.site, share
+        self.software = factors * parts.factor_errors if parts.factor_errors is not None else np.zeros((len(KINDS), 0))
         self.names: dict[Subject, str] = {}
         self.rows: dict[str, np.ndarray] = {}
         self.bodies: dict[int, tuple[Body, Body]] = {}
@@ -54,7 +62,39 @@ class Uncertainty:
         terms = self.profile.terms
         fits = [fit_cause(t, j) for t in terms for j in range(len(t.covariance))]
         shared = sorted({cause for t in terms for cause in t.shared})
-        return (HOST, *(t.name for t in terms), *shared, *fits, *(beyond_cause(t) for t in terms), *map(step_cause, sorted(self.steps)))
+        software = [software_cause(j) for j in range(self.software.shape[1])]
+        models = sorted({name for run in self.site.seen for name in run if name.startswith(MODEL)} | {self.model}) if self.site.seen else ()
+        return (HOST, *(t.name for t in terms), *shared, *fits, *(beyond_cause(t) for t in terms), *map(step_cause, sorted(self.steps)), *software, *models)
+
+    @cached_property
+    def model(self) -> str:
+        """The cause that the whole step of this model has at the site."""
+        return self.site.model_constant(self.parts.model)
+
+    @cached_property
+    def of_prices(self) -> np.ndarray:
+        """[causes] whether a cause is one of prices, not of a stack's factors or a site's model."""
+        return np.array([not cause.startswith((SOFTWARE, MODEL)) for cause in self.causes])
+
+    @cached_property
+    def of_software(self) -> np.ndarray:
+        """Positions of the causes of a stack's factors."""
+        return np.array([self.at[software_cause(j)] for j in range(self.software.shape[1])], dtype=int)
+
+    @cached_property
+    def shown(self) -> tuple[np.ndarray, np.ndarray]:
+        """What the site's runs show of the causes: orthonormal directions [causes, runs], and the part that each loses of its length."""
+        seen = np.array([[run.get(cause, 0.0) for cause in self.causes] for run in self.site.seen])
+        _, size, directions = np.linalg.svd(seen, full_matrices=False)
+        return directions.T, 1.0 - NOISE / np.hypot(NOISE, size)
+
+    def _left(self, row: np.ndarray) -> np.ndarray:
+        """A loading on causes as the site's runs leave them."""
+        if not self.site.seen:
+            return row
+        row[self.at[self.model]] += MODEL_SIGMA
+        directions, lost = self.shown
+        return row - (row @ directions * lost) @ directions.T
 
     @cached_property
     def steps(self) -> dict[str, float]:
@@ -100,19 +140,21 @@ class Uncertainty:
 
     def _host(self) -> np.ndarray:
         row = np.zeros(len(self.causes))
-        row[self.at[HOST]] = self.profile.host.sigma_log * self.site.narrowing(HOST)
-        return row
+        row[self.at[HOST]] = self.profile.host.sigma_log * self.share
+        row[self.of_software] = self.software[KINDS.index("host")]
+        return self._left(row)
 
     def _named(self, body: Body) -> Body:
         known = self.bodies.get(id(body))
         if known is None or known[0] is not body:
-            named = tuple(replace(task, terms=tuple((role, self._name(self._inside(s, role)), part) for (role, _, part), s in zip(task.terms, subjects(task, self.parts))))
+            named = tuple(replace(task, terms=tuple((role, self._name(self._inside(s, role, task.uses)), part) for (role, _, part), s in zip(task.terms, subjects(task, self.parts))))
                           for task in body)
             known = self.bodies[id(body)] = (body, named)
         return known[1]
 
-    def _inside(self, subject: Subject, role: str) -> Subject:
-        return replace(subject, role=role) if role in self.steps else subject
+    def _inside(self, subject: Subject, role: str, uses) -> Subject:
+        kind = scaled_kind(role, subject.term, uses) if self.software.size else None
+        return replace(subject, role=role if role in self.steps else "", kind=kind or "")
 
     def _name(self, subject: Subject) -> str:
         if subject not in self.names:
@@ -131,7 +173,10 @@ class Uncertainty:
         if ops:
             self._load_ops(rows, [i for i, _ in ops], [s.op for _, s in ops])
         for row, subject in zip(rows, new):
-            self.rows[self.names[subject]] = row * self.site.narrowing(subject.term)
+            row *= self.share
+            if subject.kind:
+                row[self.of_software] = self.software[KINDS.index(subject.kind)]
+            self.rows[self.names[subject]] = self._left(row)
 
     def _load_ops(self, rows: np.ndarray, at: list[int], ops: list[Op]) -> None:
         """Fits and distances of ``ops``, into the rows ``at``."""
@@ -156,6 +201,10 @@ def beyond_cause(term: Term) -> str:
 
 def step_cause(role: str) -> str:
     return f"{role} in a step"
+
+
+def software_cause(direction: int) -> str:
+    return f"{SOFTWARE}{direction}"
 
 
 def own_causes(term: Term) -> dict[str, float]:

@@ -27,7 +27,7 @@ PACKAGES = ("moesim", "moetrain", "calibration")
 ROWS = {
     "0 ": "closed_form document files hardware huggingface units workers",
     "1a": "fields ops schedules site training",
-    "1b": "measurement spec",
+    "1b": "factor_errors measurement spec",
     "2a": "block layout load program routing schema",
     "2b": "compiled fuse run_models seats sharing stack wiring",
     "2c": "saved_tensors run_fields timeline",

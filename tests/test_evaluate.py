@@ -107,7 +107,8 @@ def test_the_interval_widens_with_what_is_not_measured():
 
 def test_the_interval_widens_with_parameter_spread_and_narrows_with_anchors():
     plain = Evaluator(scenario("moe"), model_error=ERROR)
-    anchored = Evaluator(scenario("moe"), model_error=ERROR, site=Site(learned={"gemm": 0.9, "host": 0.9, "nic": 0.9}, anchors=("run",)))
+    run = plain.spread([plain.program(plain.legal("dp8 ep8 graph:full"))])
+    anchored = Evaluator(scenario("moe"), model_error=ERROR, site=Site(anchors=("run",), seen=(run,)))
     loose = Evaluator(scenario("moe"), profile=_wider(plain.profile, 3.0), model_error=ERROR)
     width = lambda e: (lambda c: c.high / c.low)(candidate_of(e, "dp8 ep8 graph:full"))  # noqa: E731
     assert width(anchored) < width(plain) < width(loose)

@@ -5,11 +5,12 @@ import csv
 import numpy as np
 import pytest
 
-from calibration.coverage import Point
+from calibration.coverage import Factors, Point, errors_of, ln_factors
 from calibration.folds import MEASUREMENTS
-from calibration.out_of_fold import AWAY, COVERED, LABELS, anchored_sigma, half_width, held_out, ln_factors, model_error
+from calibration.out_of_fold import AWAY, COVERED, LABELS, HeldOut, anchored_sigma, half_width, held_out, model_error
 from moesim.coverage import KINDS, Coverage
 from moesim.model_error import load_model_error
+from moesim.predict import Z80
 
 NONE = Coverage(source="none", num_runs=0)
 with (MEASUREMENTS / "published_runs.csv").open() as file:
@@ -27,7 +28,7 @@ def points(rng, excess):
 def test_a_common_excess_is_explained_from_the_other_runs():
     found = points(np.random.default_rng(0), lambda row: 0.4)
     out = held_out(found, NONE, ROWS)
-    errors = [abs(e) for e in out["unseen layout"].values()]
+    errors = [abs(e.error) for e in out["unseen layout"].values()]
     assert len(errors) > 50 and np.median(errors) < 0.06
 
 
@@ -38,7 +39,7 @@ def test_noise_of_one_run_never_explains_itself():
     wild = [p if p.id != odd else Point(p.id, p.group, p.stack, p.generation, p.traits, p.residual + 1.0, p.slope, p.spread, p.doubt, p.far) for p in found]
     for label, before in held_out(found, NONE, ROWS).items():
         if odd in before:
-            assert held_out(wild, NONE, ROWS)[label][odd] == pytest.approx(before[odd] + 1.0, abs=1e-9)
+            assert held_out(wild, NONE, ROWS)[label][odd].error == pytest.approx(before[odd].error + 1.0, abs=1e-9)
 
 
 def test_shipped_factors_cancel():
@@ -49,25 +50,46 @@ def test_shipped_factors_cancel():
     assert ln_factors(table, moved) == pytest.approx([float(np.log(1.5))] * len(moved))
     a, b = held_out(found, NONE, ROWS), held_out(moved, table, ROWS)
     for label in a:
-        assert b[label] == pytest.approx(a[label], abs=1e-9)
+        for name, one in a[label].items():
+            assert b[label][name].error == pytest.approx(one.error, abs=1e-9) and b[label][name].variance == pytest.approx(one.variance, rel=1e-6)
 
 
 def test_sigmas_hold_what_they_claim_and_more_from_afar():
     rng = np.random.default_rng(3)
     found = points(rng, lambda row: 0.0)
-    residuals = {LABELS[0]: {p.id: 0.10 * rng.standard_normal() for p in found}, LABELS[1]: {p.id: 0.25 * rng.standard_normal() for p in found}, LABELS[2]: {}}
+    draw = lambda sigma: {p.id: HeldOut(sigma * rng.standard_normal(), variance=0.0) for p in found}  # noqa: E731
+    residuals = {LABELS[0]: draw(0.10), LABELS[1]: draw(0.25), LABELS[2]: {}}
     sigmas = model_error(residuals, found)
     assert sigmas["extrapolated"] > 0 and sigmas["assumptions"] >= 0.25
     by_id = {p.id: p for p in found}
     for label, least in zip(LABELS, (COVERED, AWAY)):
-        assert np.mean([abs(e) <= half_width(by_id[i], sigmas) for i, e in residuals[label].items()]) >= least
+        assert np.mean([abs(e.error) <= half_width(by_id[i], sigmas, e.variance) for i, e in residuals[label].items()]) >= least
     # Without anything from afar the band is as narrow as its own runs ask: 0.10, of which draws explain 0.02.
     alone = model_error({LABELS[0]: residuals[LABELS[0]], LABELS[1]: {}, LABELS[2]: {}}, found)
-    assert half_width(found[0], alone) == pytest.approx(1.28 * 0.10, rel=0.2)
+    assert half_width(found[0], alone, 0.0) == pytest.approx(1.28 * 0.10, rel=0.2)
 
 
-def test_without_anchored_predictions_there_is_nothing_to_hold():
-    assert anchored_sigma({}, {}, 0.25)[1] == []
+def test_what_the_fit_leaves_open_widens_the_bands_of_what_it_never_saw():
+    """Two stacks, of which one has never run here: its factors are as uncertain as before any run."""
+    rng = np.random.default_rng(5)
+    seen = points(rng, lambda row: 0.2)
+    factors = Factors([*seen, Point("new", "new", "torchtitan", "hopper", (), 0.0, SLOPE)])
+    _, covariance = factors.solve(seen, np.zeros(len(factors.names)))
+    known, new = factors.rows([seen[0], Point("new", "new", "torchtitan", seen[0].generation, (), 0.0, SLOPE)])
+    assert new @ covariance @ new > 10 * (known @ covariance @ known)
+    root = errors_of(NONE, seen).root(KINDS, "nemo", seen[0].generation)
+    assert np.square(np.array(SLOPE) @ root).sum() == pytest.approx(known @ covariance @ known, rel=0.02)
+    unseen = errors_of(NONE, seen).root(KINDS, "torchtitan", seen[0].generation)
+    assert np.square(np.array(SLOPE) @ unseen).sum() > 10 * (known @ covariance @ known)
+
+
+def test_the_sigma_of_anchored_runs_is_what_their_bands_lack():
+    rng = np.random.default_rng(4)
+    errors = 0.10 * rng.standard_normal(4000)
+    half = [Z80 * np.hypot(0.06, 0.03)] * len(errors)  # draws of 0.06, made with a sigma of 0.03
+    hold = AWAY  # of a normal with 0.10, by 1.15 standard deviations of the band
+    assert anchored_sigma(errors, half, 0.03) == pytest.approx(np.sqrt((0.10 * 1.1503 / Z80) ** 2 - 0.06**2), abs=0.008) and hold < 0.8
+    assert anchored_sigma([], [], 0.03) == 0.03
 
 
 def test_the_shipped_model_error_came_from_runs():

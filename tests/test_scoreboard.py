@@ -329,7 +329,7 @@ def test_a_sites_own_rows_never_reach_its_factors(exact):
     (before, zero), (after, off) = (scoreboard_full.sites(judged["shipped"], f) for f in (found, wild))
     site = next(s for s in after if s.name == name)
     assert next(s for s in before if s.name == name).coverage == site.coverage
-    assert all(off[run.id] == pytest.approx(zero[run.id] + math.log(3), abs=1e-9) for run in site.rest)
+    assert all(off[run.id].error == pytest.approx(zero[run.id].error + math.log(3), abs=1e-9) for run in site.rest)
     assert len(site.anchors) == 3 and not {r.id for r in site.anchors} & {r.id for r in site.rest}
 
 

@@ -3,31 +3,29 @@
 import pytest
 
 from moesim.evaluate import Evaluator
-from moesim.site import NEUTRAL, PROXY_SECONDS, TERMS, Site
+from moesim.site import NEUTRAL, PROXY_SECONDS, Site, same_model
 from small_scenarios import scenario
 
-RUN = Site({"gemm": 1.2, "host": 0.5}, {"gemm": 0.75, "host": 1.0, "nic": 0.0}, ("one", "two"), (0.01, -0.01))
+RUN = Site({"gemm": 1.2, "host": 0.5}, ("one", "two"), (0.01, -0.01))
 
 
 def test_an_unknown_site_changes_nothing():
     assert [NEUTRAL.factor(x) for x in ("gemm", "nic", "host", "end_of_step", "proxy", "anything")] == [1.0] * 6
-    assert NEUTRAL.narrowing("gemm.bf16") == 1.0 and NEUTRAL.text == "" and NEUTRAL.proxy_seconds(8) == 0.0
+    assert NEUTRAL.text == "" and NEUTRAL.proxy_seconds(8) == 0.0
     one, other = (Evaluator(scenario("moe"), site=site) for site in (NEUTRAL, Site({"gemm": 1.0, "host": 1.0})))
     layout = one.legal("dp8 ep8")
     assert one.program(layout) == other.program(layout)
 
 
-def test_draws_narrow_by_what_anchors_taught():
-    """1 - learned is the share of the variance that is left."""
-    assert RUN.narrowing("gemm.bf16") == pytest.approx(0.5) and RUN.narrowing("grouped_gemm.fp8") == pytest.approx(0.5)
-    assert RUN.narrowing("host") == 0.0 and RUN.narrowing("all_to_all.nic") == 1.0 and RUN.narrowing("memory.norm") == 1.0
-    assert Site(learned={"gemm": 1.5}).narrowing("gemm.bf16") == 0.0
-
-
-def test_every_mark_names_a_term_that_profiles_have():
-    names = [t.name for t in Evaluator(scenario("moe")).profile.terms] + ["host"]
-    for constant, marks in TERMS.items():
-        assert any(mark in name for name in names for mark in marks), constant
+def test_the_factor_of_a_model_scales_its_whole_step_and_no_other_models():
+    model = scenario("moe").model
+    for name, factor in ((model.name, 1.25), ("another name for it", 1.25), (model.name, 0.8)):
+        site = Site({f"model {name}": factor}, models={same_model(model.model_copy(update={"name": name})): f"model {name}"})
+        plain, scaled = (Evaluator(scenario("moe", stack="moetrain"), site=s) for s in (NEUTRAL, site))
+        for text in ("dp8 ep8", "pp2 dp4 ep4 zero1 ov:grad"):
+            one, other = (e.played(e.legal(text)).step_s - e.stack.end_of_step_s for e in (plain, scaled))
+            assert other == pytest.approx(factor * one, rel=1e-3)
+        assert Evaluator(scenario("dense"), site=site).parts.site_factor == 1.0
 
 
 def test_proxies_add_latency_only_where_tokens_leave_the_domain():

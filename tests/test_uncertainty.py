@@ -7,14 +7,17 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
+from calibration.coverage import slopes as slopes_by_kind
 from moesim import origins, paths
+from moesim.coverage import KINDS, Coverage, load_coverage
 from moesim.evaluate import Evaluator
 from moesim.load import load_cluster
 from moesim.model_error import ModelError
 from moesim.ops import Collective, Gemm, Group
+from moesim.parts import Parts
 from moesim.pricing import FARTHEST, PROVENANCE, points
 from moesim.profile import InStep, load_profile
-from moesim.site import Site
+from moesim.site import MODEL_SIGMA, NOISE, Site, same_model
 from moesim.uncertainty import BEYOND, LONGEST_STEP, Uncertainty, beyond_cause, fit_cause, slopes
 from small_scenarios import random_spaces, scenario
 
@@ -160,14 +163,12 @@ def test_slopes_are_the_columns_of_the_fit_causes(evaluator):
     assert np.abs(uncertainty.loading(op)[columns]).max() < LONGEST_STEP
 
 
-def test_terms_with_a_common_cause_move_together_and_a_site_narrows_them(evaluator):
+def test_terms_with_a_common_cause_move_together(evaluator):
     uncertainty = Uncertainty(evaluator.parts)
     one, other = (uncertainty.loading(op) for op in (Gemm(4096, 4096, 4096), Gemm(4096, 4096, 4096, accumulate=True)))
     common = uncertainty.at["sustained"]
     assert one[common] == other[common] > 0
     assert one[uncertainty.at["gemm.bf16"]] > 0 == other[uncertainty.at["gemm.bf16"]]
-    known = Evaluator(scenario("moe"), site=Site(learned={"gemm": 0.75}, anchors=("run",)))
-    assert Uncertainty(known.parts).loading(Gemm(4096, 4096, 4096)) == pytest.approx(0.5 * one)
 
 
 # --- programs -------------------------------------------------------------------------------------------------------------------
@@ -188,14 +189,55 @@ def test_a_common_cause_of_everything_scales_the_step(evaluator):
     stack = evaluator.stack.model_copy(update={"end_of_step_s": 0.0})
     other = Evaluator(scenario("moe"), profile=blank.model_copy(update={"host": free}), stack=stack, model_error=EXACT)
     for text in ("dp8 ep8", "pp2 dp4 ep4 zero1 dedup ov:grad"):
-        assert other.spread(other.program(other.legal(text))) == pytest.approx({"all": 0.2}, rel=1e-6)
+        found = other.spread([other.program(other.legal(text))])
+        assert {cause: x for cause, x in found.items() if not cause.startswith("software ")} == pytest.approx({"all": 0.2}, rel=1e-6)
 
 
-def test_the_spread_adds_up_to_what_draws_spread(evaluator):
+def many_draws(evaluator, program, count=2000):
+    """ln(step) of many draws through the longest path: what a few of them and a first order have to agree with."""
+    named = evaluator.uncertainty.named(program)
+    return np.log(paths.step_draws(named, evaluator.uncertainty.factors(named, evaluator.uncertainty.draws(7, count))))
+
+
+def test_few_draws_beside_their_first_order_say_what_many_draws_say(evaluator):
     for text in ("dp8 ep8 zero1 graph:full", TEXT):
         program = evaluator.program(evaluator.legal(text))
-        linear = math.hypot(*evaluator.spread(program).values())
-        assert linear == pytest.approx(float(np.std(evaluator._log_draws(np.ones(1), [program], 600))), rel=0.12)
+        spread, truth = evaluator.spread([program]), float(np.std(many_draws(evaluator, program)))
+        assert math.hypot(*spread.values()) == pytest.approx(truth, rel=0.12)
+        assert evaluator.sigma_step([program], spread) == pytest.approx(truth, rel=0.06)
+
+
+def test_a_run_of_the_site_leaves_of_its_own_step_what_one_noisy_look_does(evaluator):
+    """Of a step with variance v (its model's own included) a look with noise n leaves v n^2 / (v + n^2); a run unlike it keeps more."""
+    program = evaluator.program(evaluator.legal(TEXT))
+    model = evaluator.scenario.model
+    seen = {**evaluator.spread([program]), f"model {model.name}": MODEL_SIGMA}
+    before = sum(x * x for x in seen.values())
+    for count in (1, 3):
+        site = Site(anchors=("run",) * count, seen=(seen,) * count, models={same_model(model): f"model {model.name}"})
+        other = Evaluator(scenario("moe"), model_error=EXACT, site=site)
+        left = lambda text: sum(x * x for x in other.spread([other.program(other.legal(text))]).values())  # noqa: E731
+        assert left(TEXT) == pytest.approx(before * NOISE**2 / count / (before + NOISE**2 / count), rel=0.02)
+        unlike = evaluator.spread([evaluator.program(evaluator.legal("dp8 ep8 zero1 graph:full"))])
+        assert left(TEXT) < left("dp8 ep8 zero1 graph:full") < sum(x * x for x in unlike.values()) + MODEL_SIGMA**2
+
+
+def test_what_runs_left_open_of_a_stack_widens_its_steps():
+    """Factors of a stack are drawn with their covariance: the step spreads by its slopes on them, in quadrature with prices."""
+    table = load_coverage()
+    free = Coverage(**table.model_dump(exclude={"errors"}))
+    known = Evaluator(scenario("moe", stack="megatron_bridge"), model_error=EXACT)
+    parts = lambda coverage: Parts(*(getattr(known.parts, x) for x in ("model", "cluster", "workload", "stack", "profile")), coverage=coverage)  # noqa: E731
+    sure = Evaluator(scenario("moe", stack="megatron_bridge"), model_error=EXACT, parts=parts(free))
+    program = known.program(known.legal(TEXT))
+    whole, prices = (e.spread([program]) for e in (known, sure))
+    mine = {cause: x for cause, x in whole.items() if cause.startswith("software ")}
+    assert mine and not any(cause.startswith("software ") for cause in prices)
+    assert {c: x for c, x in whole.items() if c not in mine} == pytest.approx(prices, rel=1e-6)
+    root = table.errors.root(KINDS, "megatron_bridge", "blackwell")
+    expected = np.array(slopes_by_kind(np.ones(1), [program])) @ root
+    assert math.hypot(*mine.values()) == pytest.approx(float(np.linalg.norm(expected)), rel=0.1)
+    assert known.price_sigma(whole) == pytest.approx(math.hypot(*prices.values()), rel=1e-6)
 
 
 def test_what_a_role_costs_inside_a_step_is_drawn_with_the_role(evaluator):
@@ -205,7 +247,7 @@ def test_what_a_role_costs_inside_a_step_is_drawn_with_the_role(evaluator):
     layout = other.legal("dp8 ep8 graph:full")
     program, plain = other.program(layout), evaluator.program(layout)
     assert paths.step_seconds([program])[0] == pytest.approx(paths.step_seconds([plain])[0])
-    known, found = evaluator.spread(plain), other.spread(program)
+    known, found = evaluator.spread([plain]), other.spread([program])
     share = other.played(layout).breakdown["core_attn"] / other.played(layout).step_s
     assert set(found) - set(known) == {"core_attn in a step"}
     assert found["core_attn in a step"] == pytest.approx(0.2 * share, rel=0.1)
