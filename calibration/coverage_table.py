@@ -69,7 +69,7 @@ def priced(kernel: Kernel) -> str:
     return {
         "quantise": f"launches x{s.fp8_launch_ratio:g} in 8 bits",
         "permute": f"passes {', '.join(f'{name} {value:g}' for name, value in s.permute_passes.items())}",
-        "swiglu": f"traffic x{s.pointwise_fusion:g}",
+        "swiglu": f"traffic x{s.pointwise_fusion:g}" + ("; in the product under graph:full in MXFP8" if s.fuses_experts else ""),
         "sinks": f"attention x{load_coverage().features.get('expert_bias', {}).get('attention', 1.0):.2f} (trait expert_bias, fitted)",
         "mla_up": f"{s.launches_mla:g} more launches a layer",
         "grouped_wgrad": "one GEMM an expert" if s.grouped_gemm == "loop" else "one kernel for all experts",

@@ -152,6 +152,7 @@ class Parts:
         return transformer.Work(
             layout.mb, self.workload.seq_len, layout.precision, self.stack.pointwise_fusion,
             permutes=self.stack.permutes(layout.dispatcher, layout.ep), saves_expert_output=self.stack.saves_expert_output, keeps=self.keeps,
+            fuses_experts=self.stack.fuses_experts and layout.graphs == "full" and layout.precision == "mxfp8",
             load=load.max_over_mean_rank / kept if load else 1.0,
             max_expert=load.max_over_mean_expert / load.max_over_mean_rank if load else 1.0, kept=kept,
         )

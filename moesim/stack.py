@@ -57,6 +57,7 @@ class Stack(BaseModel):
     local_permute_passes: Annotated[float, Field(ge=0, le=20)] = 2.0
     quantised_dispatch: bool = False  # device-side dispatchers send 8-bit rows forward in an 8- or 4-bit recipe, not BF16
     grouped_gemm: Literal["grouped", "loop"] = "grouped"  # one kernel for all local experts | one GEMM each
+    fuses_experts: bool = False  # graphs over the whole step run MXFP8 experts whose products apply the activation and cast in place
     grad_accumulate_bytes: Annotated[float, Field(ge=0, le=64)] = 8.0  # bytes a parameter a microbatch, beyond the GEMM's operands
     weight_grad_placeholders: bool = False  # one unused bf16 gradient a distinct weight shape is kept for autograd, beside the fused accumulation
     saves_expert_output: bool = False  # expert outputs kept for the router's gradient (weights applied after the down-projection)

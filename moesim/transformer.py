@@ -33,6 +33,8 @@ class Work:
     permutes: float = 2.0
     """Passes over the routed rows in one forward (each reads and writes every row): permute and unpermute share them."""
     saves_expert_output: bool = False
+    fuses_experts: bool = False
+    """Experts' first product applies the activation and casts its result; their second product's backward undoes the activation."""
     load: float = 1.0
     """Received rows of the busiest rank over the mean."""
     max_expert: float = 1.0
@@ -258,9 +260,12 @@ def _experts(chain: _Chain, model, rows: float, source: str, gate: int, f: int) 
     up = GroupedGemm(experts, rows, gate * f, d, work.precision, max_rows=peak)
     chain.add("expert_up", "expert_up", up, deps=(source,), shard="expert", expert=True, params=float(experts * (gate * f * d + biases[0])),
               saved=2.0 * gate * f * kept)
-    chain.add("moe_act", "moe_act", MemoryBound("elementwise", 2.0 * (gate + 1) * f * rows * work.fusion, 5 / 3), shard="rows",
-              saved=(work.width + keeps.activation + (keeps.up - 2.0) * gate) * f * kept)
-    chain.quantise("quant_moe", f, "rows", tokens=rows)
+    # In the product itself: the cast values are written, and backward reads what went into the activation.
+    act = (MemoryBound("elementwise", work.width * f * rows, 2.0 * gate / work.width) if work.fuses_experts
+           else MemoryBound("elementwise", 2.0 * (gate + 1) * f * rows * work.fusion, 5 / 3))
+    chain.add("moe_act", "moe_act", act, shard="rows", saved=(work.width + keeps.activation + (keeps.up - 2.0) * gate) * f * kept)
+    if not work.fuses_experts:
+        chain.quantise("quant_moe", f, "rows", tokens=rows)
     down = GroupedGemm(experts, rows, d, f, work.precision, max_rows=peak)
     chain.add("expert_down", "expert_down", down, shard="expert", expert=True, params=float(experts * (d * f + biases[1])),
               saved=output * d * kept)

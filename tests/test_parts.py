@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moesim import engine, paths
+from moesim import engine, paths, transformer
 from moesim.assembly import Assembler
 from moesim.evaluate import Evaluator
+from moesim.ops import BYTES_PER_ELEMENT
 from moesim.parts import HEADS, Parts, layer_parts
 from moesim.program import COMM as COMM_STREAM
 from moesim.program import COMPUTE as COMPUTE_STREAM
@@ -300,3 +301,27 @@ def test_parameters_of_all_parts_are_the_models():
         total = sum(count * sum(p.dense_params + p.expert_params for p in (evaluator.parts.get(n, layout) for n in layer_parts(item, evaluator.scenario.model)))
                     for stage in structure(evaluator, layout) for item, count in stage)
         assert np.isclose(total, evaluator.scenario.model.num_params, rtol=1e-6), model
+
+
+# --- experts whose products apply the activation ----------------------------------------------------------------------------------
+
+
+def expert_traffic(stack, graphs, precision):
+    """(bytes of what stands between the expert products, forward; the same backward; bytes kept) of one MoE layer."""
+    e = Evaluator(scenario("moe", stack=stack))
+    block = transformer.moe(e.scenario.model, e.parts.work(e.legal(f"dp8 ep8 {graphs} {precision}")))
+    between = [n for n in block if n.key in ("moe_act", "quant_moe")]
+    return (sum(n.op.bytes for n in between), sum(n.op.bytes * n.op.backward_ratio for n in between), sum(n.saved for n in block))
+
+
+def test_a_graph_over_the_step_folds_activation_and_cast_into_the_expert_products():
+    """Rows x width: without, 3 values read and written in bf16 and a cast; with, the cast values alone, and backward reads gate and up."""
+    model = scenario("moe").model
+    values = scenario("moe").workload.seq_len * model.top_k * model.moe_intermediate_size
+    forward, backward, kept = expert_traffic("megatron_core", "graph:full", "mxfp8")
+    width = BYTES_PER_ELEMENT["mxfp8"]
+    assert forward == pytest.approx(width * values) and backward == pytest.approx(4.0 * values)
+    apart = expert_traffic("megatron_core", "graph:router", "mxfp8")
+    assert apart[0] > 6 * values > 6 * forward / width * 0.99 and apart[1] > 2 * backward and apart[2] == kept
+    for stack, graphs, precision in (("megatron_core", "graph:full", "bf16"), ("megatron_core", "graph:full", "fp8"), ("torchtitan", "graph:full", "mxfp8")):
+        assert not Evaluator(scenario("moe", stack=stack)).parts.work(Evaluator(scenario("moe", stack=stack)).legal(f"dp8 ep8 {graphs} {precision}")).fuses_experts
