@@ -87,7 +87,9 @@ def fit_site(runs: Sequence[Run], coverage: Coverage | None = None) -> Site:
     touched |= dict.fromkeys(models.values(), MODEL_SIGMA)
     found = fit_anchors([run.measured.tokens_per_s_per_gpu for run in runs], rates, touched)
     site = Site(found.multipliers, models=models)
-    seen = tuple(RunSimulator({run.site: site}, coverage).spread(run) | {models[same_model(run.model)]: MODEL_SIGMA} for run in runs)
+    shown = [RunSimulator({run.site: site}, coverage).spread(run) | {models[same_model(run.model)]: MODEL_SIGMA} for run in runs]
+    # A run half believed is one seen through as much more noise.
+    seen = tuple({cause: x * weight**0.5 for cause, x in spread.items()} for spread, weight in zip(shown, found.weights))
     return replace(site, anchors=tuple(run.id for run in runs), residual=found.after, seen=seen)
 
 

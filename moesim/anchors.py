@@ -1,4 +1,4 @@
-"""What do a few measured runs of a site say about its few constants? (Least squares on log error, with priors.)
+"""What do a few measured runs of a site say about its few constants? (Log errors with heavy tails, and priors.)
 
 A site is a cluster and a software release. Its host launch cost, the latency of its dispatcher's proxy, the rate its NICs reach
 under load, the sustained rate of its tensor cores and what its end of step costs differ from the profile's by factors nobody can
@@ -29,18 +29,22 @@ PRIORS: dict[str, float] = {
 
 LIMIT = math.log(8.0)  # a site constant beyond a factor of eight means the row is something else
 STEP = 0.05  # finite difference in ln(multiplier): above the evaluators' rounding, below any curvature that matters
-MAX_ITERATIONS = 4
+MAX_ITERATIONS = 6
+TAILS = 4.0
+"""Degrees of freedom of the errors' t distribution (Lange, Little and Taylor 1989): a run that nothing explains must not bend a
+constant that every other run depends on."""
 
 
 @dataclass(frozen=True)
 class Anchored:
     """multipliers: site constant -> factor on its seconds; stderr: standard deviation of its log; before and after: ln(predicted /
-    measured) of the anchors; num_evaluations: calls of the simulator."""
+    measured) of the anchors; weights: how far each was believed, 1 and a quarter at most; num_evaluations: calls of the simulator."""
 
     multipliers: dict[str, float]
     stderr: dict[str, float]
     before: tuple[float, ...]
     after: tuple[float, ...]
+    weights: tuple[float, ...]
     num_evaluations: int
 
 
@@ -57,16 +61,17 @@ def fit_anchors(measured: Sequence[float], predict_with: Callable[[Mapping[str, 
     residual = problem.residual(theta)
     before = residual
     for _ in range(MAX_ITERATIONS if problem.names else 0):
-        jacobian = problem.jacobian(theta, residual)
-        step = np.linalg.solve(problem.normal(jacobian), -(jacobian.T @ residual / noise**2 + theta / problem.sigma**2))
+        jacobian, weights = problem.jacobian(theta, residual), problem.weights(residual)
+        step = np.linalg.solve(problem.normal(jacobian, weights), -(jacobian.T @ (weights * residual) / noise**2 + theta / problem.sigma**2))
         theta, residual, moved = problem.descend(theta, residual, step)
         if moved < 1e-3:
             break
     jacobian = problem.jacobian(theta, residual) if problem.names else np.zeros((len(residual), 0))
-    stderr = np.sqrt(np.diag(np.linalg.inv(problem.normal(jacobian)))) if problem.names else np.zeros(0)
+    weights = problem.weights(residual)
+    stderr = np.sqrt(np.diag(np.linalg.inv(problem.normal(jacobian, weights)))) if problem.names else np.zeros(0)
     return Anchored(
         dict(zip(problem.names, np.exp(theta).tolist())), dict(zip(problem.names, stderr.tolist())),
-        tuple(before.tolist()), tuple(residual.tolist()), problem.num_evaluations,
+        tuple(before.tolist()), tuple(residual.tolist()), tuple(weights.tolist()), problem.num_evaluations,
     )
 
 
@@ -95,11 +100,14 @@ class _Problem:
         columns = [(self.residual(theta + STEP * unit) - residual) / STEP for unit in np.eye(len(theta))]
         return np.array(columns).T
 
-    def normal(self, jacobian: np.ndarray) -> np.ndarray:
-        return jacobian.T @ jacobian / self.noise**2 + np.diag(1 / self.sigma**2)
+    def weights(self, residual: np.ndarray) -> np.ndarray:
+        return (TAILS + 1.0) / (TAILS + (residual / self.noise) ** 2)
+
+    def normal(self, jacobian: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        return (jacobian.T * weights) @ jacobian / self.noise**2 + np.diag(1 / self.sigma**2)
 
     def objective(self, theta: np.ndarray, residual: np.ndarray) -> float:
-        return float(np.sum((residual / self.noise) ** 2) + np.sum((theta / self.sigma) ** 2))
+        return float((TAILS + 1.0) * np.sum(np.log1p((residual / self.noise) ** 2 / TAILS)) + np.sum((theta / self.sigma) ** 2))
 
     def descend(self, theta: np.ndarray, residual: np.ndarray, step: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
         """The first of step, step/2, step/4 that lowers the objective; else where it stands."""
