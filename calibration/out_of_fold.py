@@ -103,15 +103,15 @@ def unfitted_sigma(found: Sequence[Point], extrapolated: float) -> float:
 
 
 def anchored_sigma(errors: Sequence[float], halves: Sequence[float], made_with: float) -> float:
-    """The least sigma that holds AWAY of anchored predictions beside the draws and doubts in their bands: errors and half widths in
-    ln(tokens/s), of bands that hold a sigma of ``made_with``. What few runs of a site leave open varies more than between layouts."""
+    """The least sigma that holds 80% of anchored predictions beside the draws and doubts in their bands: errors and half widths in
+    ln(tokens/s), of bands that hold a sigma of ``made_with``."""
     rest = [max((h / Z80) ** 2 - made_with**2, 0.0) for h in halves]
-    return _least(lambda x: [abs(e) <= Z80 * np.sqrt(x**2 + other) for e, other in zip(errors, rest)], AWAY) if rest else made_with
+    return _least(lambda x: [abs(e) <= Z80 * np.sqrt(x**2 + other) for e, other in zip(errors, rest)]) if rest else made_with
 
 
-def _least(inside, share: float = COVERED) -> float:
-    """The smallest of 0, 0.005, ... 1 with such a share inside."""
-    return next((round(float(x), 3) for x in np.arange(0.0, 1.0, 0.005) if np.mean(inside(x)) >= share), 1.0)
+def _least(inside) -> float:
+    """The smallest of 0, 0.005, ... 1 whose share inside reaches COVERED."""
+    return next((round(float(x), 3) for x in np.arange(0.0, 1.0, 0.005) if np.mean(inside(x)) >= COVERED), 1.0)
 
 
 def baseline_errors(runs: dict[str, Run], rows) -> dict[str, dict[str, float]]:

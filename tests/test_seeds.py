@@ -32,4 +32,4 @@ def test_one_anchor_brings_the_rest_of_the_site():
     rows = points(anchored=True)
     assert all(r["inside"] for r in rows)
     assert all(abs(r["error"]) < 0.05 for r in rows if r["scenario"] == "olmo_core3_new")
-    assert all(abs(r["error"]) < 0.10 for r in rows if r["scenario"] == "olmo_core3_old")
+    assert all(abs(r["error"]) < 0.12 for r in rows if r["scenario"] == "olmo_core3_old")
