@@ -21,7 +21,7 @@ from moesim.program import COMM, COMPUTE, Body, Program
 from moesim.schedules import SCHEDULES
 from moesim.screen import item_names, structure_of
 from moesim.space import canonical
-from moesim.site import NEUTRAL, Site
+from moesim.site import NEUTRAL, NOISE, Site
 from moesim.stack import load_stack
 from moesim.timeline import breakdown
 from moesim.uncertainty import Uncertainty
@@ -155,6 +155,8 @@ class Evaluator:
 
     def sigma_model(self, shares: dict[str, float]) -> float:
         """Standard deviation of ln(step) that the model itself adds, for these provenance shares."""
+        if self.profile.in_step and not self.site.anchors:
+            return max(NOISE, self.model_error.anchored)  # its draws are of prices fitted here: what is left is what one run is off by
         return self.model_error.sigma(shares, self.is_anchored, self.parts.is_fitted)
 
     def interval(self, program: Program, step_s: float, shares: dict[str, float]) -> tuple[float, float]:
