@@ -25,7 +25,7 @@ from calibration.write import table_yaml, write_text
 from moesim.coverage import Coverage, load_coverage
 from moesim.load import scenarios_dir
 from moesim.model_error import load_model_error
-from moesim.predict import Z80, assumption_sigma, read_rows
+from moesim.predict import Z80, read_rows
 from moesim.runs import Run
 
 LABELS = ("unseen layout", "unseen GPU", "unseen stack")

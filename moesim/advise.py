@@ -28,7 +28,8 @@ from moesim.part import kind_of
 from moesim.plan import Candidate
 from moesim.program import Program
 from moesim.step_ops import step_ops
-from moesim.uncertainty import HOST
+from moesim.site import MODEL_SIGMA
+from moesim.site import NOISE as RUN_NOISE
 
 NOISE = 0.025
 """Relative error of one measurement: repeats of published runs and kernels differ by 1 to 2.5% at the median."""
@@ -153,8 +154,7 @@ def asked(evaluator: Evaluator, programs: Sequence[Program]) -> list[Asked]:
 
 def seen_alone(evaluator: Evaluator, ops: Sequence[Asked]) -> np.ndarray:
     """[N, C] what timing each op would tell: nothing of what shows inside a step only, and nothing new where it was measured already."""
-    rows = np.array([evaluator.uncertainty.loading(a.op) for a in ops]).reshape(len(ops), len(evaluator.uncertainty.causes))
-    rows[:, [i for cause, i in evaluator.uncertainty.at.items() if cause in IN_STEP]] = 0.0
+    rows = np.array([evaluator.uncertainty.alone(a.op, IN_STEP) for a in ops]).reshape(len(ops), len(evaluator.uncertainty.causes))
     rows[[a.provenance == "measured" for a in ops]] = 0.0
     return rows
 
@@ -201,7 +201,7 @@ def advice(evaluator: Evaluator, candidates: Sequence[Candidate], count: int = 1
     chosen = in_turn(beliefs, np.eye(len(fitting))[0], carried, count, for_ranking)
     lines = [_line(ops[pick], before, before.ops[pick], band) for pick, before in chosen]
     lines = [line for line in lines if line["variance_share"] >= LEAST_SHARE or line["regret_removed"] >= (1 - ALIKE) * SETTLED]
-    anchor, host = _anchor(evaluator, beliefs, band), _host(evaluator, beliefs, band)
+    anchor, host = _anchor(evaluator, band), _host(evaluator, beliefs, band)
     wrong, regret = chances(fitting, rows, [evaluator.sigma_model(c.provenance) for c in fitting])
     return {"winner": winner.layout, "goal": "ranking" if for_ranking else "interval", "sigma_prices": band.prices, "sigma_model": band.model,
             "another_is_best": wrong, "expected_regret": regret, "measure": lines, "anchor": anchor, "host": host,
@@ -242,20 +242,18 @@ def _line(a: Asked, beliefs: Beliefs, loading: np.ndarray, band: Band) -> dict[s
     return {**a.line, "words": words(a.op), "gain": gain, "variance_share": share, "low": low, "high": high, "winner_changes": changes, "regret_removed": shorter, "why": why}
 
 
-def _anchor(evaluator: Evaluator, beliefs: Beliefs, band: Band) -> dict[str, Any]:
-    """What one run of the winner at this site would do: it shows its step, with all that only a step shows. The prices then account for
-    what the model's own error does not; what is left of that is what anchored predictions of published runs are off by."""
-    run = dataclasses.replace(beliefs, noise=math.hypot(beliefs.noise, band.model))
-    removed = float(explained(run, run.steps[:1])[0, 0])
-    low, high = band.after(removed, min(band.model, evaluator.model_error.anchored))
-    return {"layout": band.winner.layout, "low": low, "high": high}
+def _anchor(evaluator: Evaluator, band: Band) -> dict[str, Any]:
+    """What one run of the winner at this site would do: it shows its step, with all that only a step shows, through the noise of a run;
+    what is left of the model's own error is what anchored predictions of published runs are off by."""
+    whole = band.prices**2 + (0.0 if evaluator.site.seen else MODEL_SIGMA**2)
+    left = whole * RUN_NOISE**2 / (whole + RUN_NOISE**2)
+    wide = math.exp(Z_80 * math.hypot(math.sqrt(left), min(band.model, evaluator.model_error.anchored)))
+    return {"layout": band.winner.layout, "low": band.winner.tokens_per_s_per_gpu / wide, "high": band.winner.tokens_per_s_per_gpu * wide}
 
 
 def _host(evaluator: Evaluator, beliefs: Beliefs, band: Band) -> dict[str, float]:
     """What timing launches (the suite of the trainer's bench) would do."""
-    loading = np.zeros(beliefs.steps.shape[1])
-    loading[evaluator.uncertainty.at[HOST]] = evaluator.profile.host.sigma_log
-    low, high = band.after(float(explained(beliefs, loading[None])[0, 0]))
+    low, high = band.after(float(explained(beliefs, evaluator.uncertainty.host_alone()[None])[0, 0]))
     return {"low": low, "high": high}
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Mapping, Sequence
 
 from moesim import paths
-from moesim.anchors import PRIORS, fit_anchors, load_anchors
+from moesim.anchors import LIMIT, PRIORS, fit_anchors, load_anchors
 from moesim.coverage import Coverage
 from moesim.evaluate import Evaluator, Quick
 from moesim.parts import Parts
@@ -86,6 +87,9 @@ def fit_site(runs: Sequence[Run], coverage: Coverage | None = None) -> Site:
     touched = {name: sigma for name, sigma in PRIORS.items() if name != "proxy" or any(run.proxy_dispatcher for run in runs)}
     touched |= dict.fromkeys(models.values(), MODEL_SIGMA)
     found = fit_anchors([run.measured.tokens_per_s_per_gpu for run in runs], rates, touched)
+    for run, off in zip(runs, found.before):
+        if abs(off) > LIMIT:
+            raise ValueError(f"anchor {run.id!r}: {run.measured.tokens_per_s_per_gpu:g} tokens/s a GPU, {math.exp(off):.3g} times as many are predicted: another run, or another unit?")
     site = Site(found.multipliers, models=models)
     shown = [RunSimulator({run.site: site}, coverage).spread(run) | {models[same_model(run.model)]: MODEL_SIGMA} for run in runs]
     # A run half believed is one seen through as much more noise.

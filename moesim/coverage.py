@@ -82,5 +82,9 @@ def kind_of(role: str, term: str) -> str | None:
 @lru_cache(maxsize=1)
 def load_coverage() -> Coverage:
     """The shipped table, with how sure it is."""
-    errors = FactorErrors.from_plain(json.loads((scenarios_dir() / "kernel_errors.json").read_text(encoding="utf-8")))
+    path = scenarios_dir() / "kernel_errors.json"
+    try:
+        errors = FactorErrors.from_plain(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from None
     return Coverage(**read_yaml(scenarios_dir() / "kernel_coverage.yaml").data, errors=errors)

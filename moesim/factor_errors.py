@@ -49,9 +49,16 @@ class FactorErrors:
 
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> "FactorErrors":
-        """Of what ``plain`` wrote."""
-        columns = tuple((owner, kind) for owner, kind in data["columns"])
-        lower = np.zeros((len(columns), len(columns)))
-        for i, row in enumerate(data["lower"]):
-            lower[i, : i + 1] = row
-        return cls(columns, lower + np.tril(lower, -1).T, data["own"], data["same"], tuple(data["traits"]))
+        """Of what ``plain`` wrote. ValueError (one line) where it isn't that."""
+        try:
+            columns = tuple((str(owner), str(kind)) for owner, kind in data["columns"])
+            lower = np.zeros((len(columns), len(columns)))
+            for i, row in enumerate(data["lower"]):
+                lower[i, : i + 1] = row
+            own = {str(kind): float(sigma) for kind, sigma in data["own"].items()}
+            found = cls(columns, lower + np.tril(lower, -1).T, own, dict(data["same"]), tuple(data["traits"]))
+        except (TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
+            raise ValueError(f"not a lower triangle of covariances with its columns, own, same and traits ({type(error).__name__}: {error})") from None
+        if len(set(columns)) < len(columns) or not np.all(np.isfinite(found.covariance)) or np.any(np.diag(found.covariance) < 0):
+            raise ValueError("columns appear twice, or covariances are not finite")
+        return found

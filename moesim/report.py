@@ -88,7 +88,7 @@ def count_text(plan: Plan) -> str:
 
 def profile_text(plan: Plan) -> str:
     profile = plan.profile
-    anchored = f"anchored: {clean(profile['anchored'])}" if profile.get("anchored") else "not anchored to a site"
+    anchored = clean(profile["anchored"]) if profile.get("anchored") else "not anchored to a site"
     return f"{clean(profile.get('name', UNKNOWN))} ({'; '.join([*_stamp(profile), anchored])})"
 
 

@@ -37,7 +37,8 @@ class Site:
         return self.multipliers.get(constant, 1.0)
 
     def model_constant(self, model) -> str:
-        """Name of the factor on all of a model's seconds, which is 1 for a model that no anchor ran."""
+        """Name of the factor on all of a model's seconds: that of the same model under another name, else that of its name, which cuts of
+        it and sweeps of its experts share. 1 where no anchor ran either."""
         return (self.models.get(same_model(model)) if self.models else None) or f"model {model.name}"
 
     def proxy_seconds(self, domains: int) -> float:

@@ -8,7 +8,7 @@ The logarithm of an op's seconds is off by a sum of loadings on independent stan
   that an op unlike any measured one is less certain than its neighbours are;
 * "NAME beyond": outside the range that was measured, by ``BEYOND`` for each octave from its edge;
 * "ROLE in a step": what a role costs inside a step beside the price of its ops, where a profile holds that;
-* "software J": directions in which the factors fitted to published runs of a stack may be wrong;
+* "software STACK J": directions in which the factors fitted to published runs of a stack may be wrong;
 * "model NAME": at a site with runs of its own, what a model's whole step costs there beside all that;
 * "host": what one launch costs.
 
@@ -19,6 +19,7 @@ a site show sums of causes: loadings are those on causes as such runs leave them
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cached_property
 from typing import Sequence
@@ -62,7 +63,7 @@ class Uncertainty:
         terms = self.profile.terms
         fits = [fit_cause(t, j) for t in terms for j in range(len(t.covariance))]
         shared = sorted({cause for t in terms for cause in t.shared})
-        software = [software_cause(j) for j in range(self.software.shape[1])]
+        software = [self._software(j) for j in range(self.software.shape[1])]
         models = sorted({name for run in self.site.seen for name in run if name.startswith(MODEL)} | {self.model}) if self.site.seen else ()
         return (HOST, *(t.name for t in terms), *shared, *fits, *(beyond_cause(t) for t in terms), *map(step_cause, sorted(self.steps)), *software, *models)
 
@@ -79,22 +80,44 @@ class Uncertainty:
     @cached_property
     def of_software(self) -> np.ndarray:
         """Positions of the causes of a stack's factors."""
-        return np.array([self.at[software_cause(j)] for j in range(self.software.shape[1])], dtype=int)
+        return np.array([self.at[self._software(j)] for j in range(self.software.shape[1])], dtype=int)
+
+    def _software(self, direction: int) -> str:
+        """Of one stack: directions of another's covariance are others."""
+        return f"{SOFTWARE}{self.parts.stack.name} {direction}"
 
     @cached_property
     def shown(self) -> tuple[np.ndarray, np.ndarray]:
-        """What the site's runs show of the causes: orthonormal directions [causes, runs], and the part that each loses of its length."""
+        """What the site's runs show of the causes: orthonormal directions [causes, runs], and the part that each loses of its length.
+        What a run shows of causes that are none here (another stack's factors) is noise."""
         seen = np.array([[run.get(cause, 0.0) for cause in self.causes] for run in self.site.seen])
+        elsewhere = np.array([math.hypot(*(x for cause, x in run.items() if cause not in self.at)) for run in self.site.seen])
+        seen *= (NOISE / np.hypot(NOISE, elsewhere))[:, None]
         _, size, directions = np.linalg.svd(seen, full_matrices=False)
         return directions.T, 1.0 - NOISE / np.hypot(NOISE, size)
 
-    def _left(self, row: np.ndarray) -> np.ndarray:
-        """A loading on causes as the site's runs leave them."""
+    def _left(self, row: np.ndarray, in_step: bool = True) -> np.ndarray:
+        """A loading on causes as the site's runs leave them. in_step: of what runs inside a step, which the model's factor scales."""
         if not self.site.seen:
             return row
-        row[self.at[self.model]] += MODEL_SIGMA
+        if in_step:
+            row[self.at[self.model]] += MODEL_SIGMA
         directions, lost = self.shown
         return row - (row @ directions * lost) @ directions.T
+
+    def alone(self, op: Op, hidden: Sequence[str]) -> np.ndarray:
+        """[causes] what timing an op by itself shows: nothing of ``hidden`` causes, of the stack's factors or of the model."""
+        return self._alone(self._raw([Subject(self.parts.price(op)[4], op)])[0], hidden)
+
+    def host_alone(self) -> np.ndarray:
+        """[causes] what timing launches by themselves shows."""
+        row = np.zeros(len(self.causes))
+        row[self.at[HOST]] = self.profile.host.sigma_log * self.share
+        return self._alone(row, ())
+
+    def _alone(self, row: np.ndarray, hidden: Sequence[str]) -> np.ndarray:
+        row[[self.at[cause] for cause in hidden if cause in self.at]] = 0.0
+        return self._left(row, in_step=False)
 
     @cached_property
     def steps(self) -> dict[str, float]:
@@ -163,20 +186,23 @@ class Uncertainty:
 
     def _load(self, wanted: Sequence[Subject]) -> None:
         new = [s for s in wanted if self.names[s] not in self.rows]
-        rows = np.zeros((len(new), len(self.causes)))
-        for row, subject in zip(rows, new):
+        for row, subject in zip(self._raw(new), new):
+            if subject.kind:
+                row[self.of_software] = self.software[KINDS.index(subject.kind)]
+            self.rows[self.names[subject]] = self._left(row)
+
+    def _raw(self, subjects: Sequence[Subject]) -> np.ndarray:
+        """[subjects, causes] from prices alone, whatever the site's runs show."""
+        rows = np.zeros((len(subjects), len(self.causes)))
+        for row, subject in zip(rows, subjects):
             for cause, sigma in own_causes(self.profile.term(subject.term)).items():
                 row[self.at[cause]] = sigma
             if subject.role:
                 row[self.at[step_cause(subject.role)]] = self.steps[subject.role]
-        ops = [(i, s) for i, s in enumerate(new) if s.op is not None]
+        ops = [(i, s) for i, s in enumerate(subjects) if s.op is not None]
         if ops:
             self._load_ops(rows, [i for i, _ in ops], [s.op for _, s in ops])
-        for row, subject in zip(rows, new):
-            row *= self.share
-            if subject.kind:
-                row[self.of_software] = self.software[KINDS.index(subject.kind)]
-            self.rows[self.names[subject]] = self._left(row)
+        return rows * self.share
 
     def _load_ops(self, rows: np.ndarray, at: list[int], ops: list[Op]) -> None:
         """Fits and distances of ``ops``, into the rows ``at``."""
@@ -201,10 +227,6 @@ def beyond_cause(term: Term) -> str:
 
 def step_cause(role: str) -> str:
     return f"{role} in a step"
-
-
-def software_cause(direction: int) -> str:
-    return f"{SOFTWARE}{direction}"
 
 
 def own_causes(term: Term) -> dict[str, float]:

@@ -10,7 +10,11 @@ import pytest
 from calibration import anchoring
 from calibration.anchoring import MIN_RUNS, choose, tokens_per_microbatch
 from calibration.folds import MEASUREMENTS
+from calibration.folds import MEASUREMENTS
+from moesim.anchored import fit_site
 from moesim.anchors import PRIORS, fit_anchors, load_anchors
+from moesim.predict import read_rows
+from moesim.runs import parse_run
 from moesim.predict import read_rows
 from moesim.runs import Run, parse_runs
 
@@ -127,3 +131,20 @@ def test_anchor_files(tmp_path):
         load_anchors(write(tmp_path / "b.csv", [{**good[0], **blank}]))
     with pytest.raises(ValueError, match="can't be expressed"):
         load_anchors(write(tmp_path / "c.csv", [{**good[0], "gpus": "7"}]))
+
+
+def test_one_odd_run_does_not_bend_what_the_others_say():
+    """Four runs at twice the launch cost and one that is off by a factor of two for no reason: the constant is that of the four."""
+    odd = rates({"host": 2.0})
+    odd[-1] *= 0.5
+    alone = {"host": PRIORS["host"]}
+    found, clean = fit_anchors(odd, rates, alone), fit_anchors(rates({"host": 2.0}), rates, alone)
+    assert found.multipliers["host"] == pytest.approx(clean.multipliers["host"], rel=0.15)
+    assert found.weights[-1] < 0.2 < min(found.weights[:-1])
+
+
+def test_an_anchor_in_another_unit_is_refused_in_one_line():
+    row = next(r for r in read_rows(MEASUREMENTS / "published_runs.csv") if r["id"] == "mb-26.04.01-qwen3-30b-gb200-8-mxfp8-g512")
+    run = parse_run({**row, "model_tflops_per_gpu": "", "tokens_per_s_per_gpu": "1e9"})
+    with pytest.raises(ValueError, match=r"^anchor 'mb-26.04.01-qwen3-30b-gb200-8-mxfp8-g512': 1e\+09 tokens/s a GPU, .* are predicted"):
+        fit_site([run])

@@ -6,6 +6,7 @@ import pytest
 from calibration.coverage import KNOWN, PRIORS, TRAITS, Factors, Point
 from moesim.coverage import FEATURES, GENERATIONS, KINDS, features_of, kind_of, load_coverage
 from moesim.evaluate import Evaluator
+from moesim.factor_errors import FactorErrors
 from moesim.load import load_cluster, load_scenario
 from moesim.parts import Parts
 from moesim.stack import stack_names
@@ -130,3 +131,16 @@ def test_traits_are_read_from_model_and_cluster():
     model = load_scenario("olmo_core3_new").model
     assert features_of(model, load_cluster("hgx_b300")) in ((), ("efa",))
     assert features_of(model.model_copy(update={"expert_bias": True}), load_cluster("hgx_h100"))[:1] == ("expert_bias",)
+
+
+@pytest.mark.parametrize("damage", [
+    lambda d: [], lambda d: {}, lambda d: None, lambda d: {**d, "lower": [[1.0, 2.0], *d["lower"][1:]]}, lambda d: {**d, "own": "x"},
+    lambda d: {**d, "columns": [d["columns"][0], *d["columns"][:-1]]}, lambda d: {**d, "lower": [[float("nan")], *d["lower"][1:]]},
+])
+def test_errors_of_factors_come_back_whole_or_not_at_all(damage):
+    plain = load_coverage().errors.plain()
+    again = FactorErrors.from_plain(plain)
+    assert again.columns == load_coverage().errors.columns and np.allclose(again.covariance, load_coverage().errors.covariance, rtol=1e-3)
+    with pytest.raises(ValueError) as found:
+        FactorErrors.from_plain(damage(plain))
+    assert "\n" not in str(found.value)

@@ -261,3 +261,26 @@ def test_transfers_are_drawn_too(evaluator):
     rows = evaluator.uncertainty.loads(evaluator.uncertainty.named(program))
     assert np.array_equal(rows["send"], evaluator.uncertainty.loading(op)) and np.any(rows["send"])
     assert beyond_cause(evaluator.profile.term("send_recv.nvlink")) in evaluator.uncertainty.at
+
+
+def test_an_op_timed_alone_shows_nothing_of_the_models_factor(evaluator):
+    """At a site with runs, an op by itself speaks of its price only, as those runs leave it."""
+    model, op = evaluator.scenario.model, Gemm(4096, 4096, 4096)
+    seen = {**evaluator.spread([evaluator.program(evaluator.legal(TEXT))]), f"model {model.name}": MODEL_SIGMA}
+    other = Evaluator(scenario("moe"), model_error=EXACT, site=Site(anchors=("run",), seen=(seen,), models={same_model(model): f"model {model.name}"}))
+    hidden = ("sustained",)
+    before, after = (e.uncertainty.alone(op, hidden) for e in (evaluator, other))
+    assert np.linalg.norm(after) <= np.linalg.norm(before) < np.linalg.norm(evaluator.uncertainty.loading(op))
+    names = list(other.uncertainty.causes)
+    assert abs(after[names.index(f"model {model.name}")]) < 0.1 * MODEL_SIGMA
+    assert np.linalg.norm(other.uncertainty.host_alone()) <= np.linalg.norm(evaluator.uncertainty.host_alone())
+
+
+def test_what_a_run_shows_of_another_stacks_factors_is_noise(evaluator):
+    seen = evaluator.spread([evaluator.program(evaluator.legal(TEXT))])
+    left = {}
+    for stack in ("megatron_bridge", "torchtitan"):
+        e = Evaluator(scenario("moe", stack=stack), model_error=EXACT, site=Site(anchors=("run",), seen=(seen,)))
+        plain = Evaluator(scenario("moe", stack=stack), model_error=EXACT)
+        left[stack] = np.linalg.norm(e.uncertainty.alone(Gemm(4096, 4096, 4096), ())) / np.linalg.norm(plain.uncertainty.alone(Gemm(4096, 4096, 4096), ()))
+    assert left["megatron_bridge"] < left["torchtitan"] <= 1.0
