@@ -10,13 +10,10 @@ import pytest
 from calibration import anchoring
 from calibration.anchoring import MIN_RUNS, choose, tokens_per_microbatch
 from calibration.folds import MEASUREMENTS
-from calibration.folds import MEASUREMENTS
 from moesim.anchored import fit_site
 from moesim.anchors import PRIORS, fit_anchors, load_anchors
 from moesim.predict import read_rows
-from moesim.runs import parse_run
-from moesim.predict import read_rows
-from moesim.runs import Run, parse_runs
+from moesim.runs import Run, parse_run, parse_runs
 
 ROWS = read_rows(MEASUREMENTS / "published_runs.csv")
 RUNS = [run for run in parse_runs(ROWS) if isinstance(run, Run)]
@@ -144,7 +141,7 @@ def test_one_odd_run_does_not_bend_what_the_others_say():
 
 
 def test_an_anchor_in_another_unit_is_refused_in_one_line():
-    row = next(r for r in read_rows(MEASUREMENTS / "published_runs.csv") if r["id"] == "mb-26.04.01-qwen3-30b-gb200-8-mxfp8-g512")
+    row = next(r for r in ROWS if r["id"] == "mb-26.04.01-qwen3-30b-gb200-8-mxfp8-g512")
     run = parse_run({**row, "model_tflops_per_gpu": "", "tokens_per_s_per_gpu": "1e9"})
     with pytest.raises(ValueError, match=r"^anchor 'mb-26.04.01-qwen3-30b-gb200-8-mxfp8-g512': 1e\+09 tokens/s a GPU, .* are predicted"):
         fit_site([run])
