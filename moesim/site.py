@@ -18,7 +18,8 @@ NOISE = 0.06
 is off by more (the same figure that calibration/coverage.py fits kernel factors with)."""
 MODEL_SIGMA = 0.07
 """Standard deviation of ln(factor) on a model's whole step at one site: what the runs of one model at a published site have in common
-and those of others there do not (``python -m calibration scoreboard --full`` prints it)."""
+and those of others there do not (``python -m calibration scoreboard --full`` prints it: 0.07 when this was set, 0.076 with the factors
+fitted since)."""
 
 @dataclass(frozen=True)
 class Site:
